@@ -1,0 +1,1 @@
+"""YAML overlays for the command: `--config tasks/running_sums` is tasks/running_sums.yaml here."""

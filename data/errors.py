@@ -1,0 +1,19 @@
+"""The two errors that a user is meant to read. Each is one line: what was given, what is allowed, what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(ValueError):
+    """The request itself is wrong (an option, a name, a combination). The command ends with exit status 2."""
+
+
+class RunError(RuntimeError):
+    """Something failed while running (every reward missing, a NaN loss, …). The command ends with exit status 1."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest known one if there is one, else all of them."""
+    known = sorted(known)
+    matches = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
+    return f"did you mean {' or '.join(matches)}?" if matches else f"known: {', '.join(known)}"

@@ -1,0 +1,312 @@
+"""Rewards: what a completion is worth. Named, weighted terms from the task's verdict or from any Python callable, and
+the rules for those that fail."""
+
+import importlib
+import inspect
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from .configurable import Configurable
+from .errors import RunError, UsageError, nearest
+from .tasks.base import Task, Verdict
+
+log = logging.getLogger(__name__)
+
+
+class Reward(Configurable, ABC):
+    """One named term of the reward.
+
+    Args:
+        name: the term's name in logs, different from every other term's.
+        weight: what the term is multiplied with in the sum; 0 logs it without using it.
+    """
+
+    def __init__(self, name: str, weight: float = 1.0) -> None:
+        if not math.isfinite(weight):
+            raise UsageError(f"the weight of the reward '{name}' is {weight}: give a finite number")
+        self.name = name
+        self.weight = weight
+
+    @abstractmethod
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[str],
+        verdicts: list[Verdict],
+        columns: dict[str, list[Any]],
+    ) -> Sequence[float | None]:
+        """One number a completion; None or NaN where there is none. `columns` are the data set's, a value a completion.
+
+        What raises, or returns anything else, is called again for each completion alone: see `combine`.
+        """
+
+
+class TaskVerdict(Reward):
+    """A term of the task's own verdict.
+
+    Args:
+        term: which one; every task has "accuracy".
+        weight: what the term is multiplied with in the sum; 0 logs it without using it.
+        name: the term's name in logs; null takes the term's own.
+    """
+
+    def __init__(self, term: str = "accuracy", weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(name or term, weight)
+        self.term = term
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[str],
+        verdicts: list[Verdict],
+        columns: dict[str, list[Any]],
+    ) -> list[float | None]:
+        for verdict in verdicts:
+            if verdict.missing is None and self.term not in verdict.terms:
+                raise UsageError(
+                    f"the task's verdicts have no term '{self.term}' (TaskVerdict.term): "
+                    f"{nearest(self.term, verdict.terms)}"
+                )
+        return [None if verdict.missing is not None else verdict.terms[self.term] for verdict in verdicts]
+
+
+class CallableReward(Reward):
+    """Any Python function, called once a batch as `function(prompts=…, completions=…, **columns)`.
+
+    Every argument is a list with one item a completion; a prompt is text or a list of chat messages, as the task gives
+    it; the columns are the data set's ("prompts" and "completions" are never columns). A function without `**kwargs` gets
+    only the arguments that it names. It returns a list (or array, or tensor) with a number a completion, None or NaN
+    where it cannot tell.
+
+    Args:
+        function: the function's import path, say package.module.function. Its module must be importable: installed, or
+            in a folder on PYTHONPATH.
+        weight: what the term is multiplied with in the sum; 0 logs it without using it.
+        name: the term's name in logs; null takes the function's.
+    """
+
+    def __init__(self, function: str, weight: float = 1.0, name: str | None = None) -> None:
+        super().__init__(name or function.rpartition(".")[2], weight)
+        self.function = import_callable(function)
+        self.accepted = _accepted(self.function, function)
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[str],
+        verdicts: list[Verdict],
+        columns: dict[str, list[Any]],
+    ) -> Sequence[float | None]:
+        given = {**columns, "prompts": prompts, "completions": completions}
+        if self.accepted is not None:
+            given = {name: values for name, values in given.items() if name in self.accepted}
+        return self.function(**given)
+
+
+@dataclass
+class RewardResult:
+    """N completions. reward: the weighted sum, NaN where it is missing; valid: where it is not; terms: every term by
+    name, NaN where missing; failures: how many values are missing, by term and reason."""
+
+    reward: list[float]
+    valid: list[bool]
+    terms: dict[str, list[float]]
+    failures: dict[str, int]
+
+
+def check_rewards(rewards: Sequence[Reward]) -> None:
+    """Raise a UsageError unless there is a term, the names differ, and a weight is not 0."""
+    if not rewards:
+        raise UsageError("data.reward is an empty list: give at least one term, say TaskVerdict")
+    twice = [name for name, count in Counter(reward.name for reward in rewards).items() if count > 1]
+    if twice:
+        raise UsageError(f"two rewards are called '{twice[0]}': give one of them another name (data.reward … name)")
+    if all(reward.weight == 0 for reward in rewards):
+        raise UsageError("every weight in data.reward is 0, so nothing can be learnt: give one term a weight")
+
+
+def combine(
+    rewards: Sequence[Reward],
+    prompts: list[Any],
+    completions: list[str],
+    verdicts: list[Verdict],
+    columns: dict[str, list[Any]],
+) -> RewardResult:
+    """The weighted sum of the terms, reward = Σ weight · term. N = number of completions; every list has N items.
+
+    A value that is None, NaN or infinite is missing, and with it the reward of its row, unless the term's weight is 0; a
+    missing reward is never 0. A term that raises, or returns something that is not a list of N, is called again for each
+    completion alone, so that only the rows at fault are missing; each kind of failure is logged once a term.
+    UsageError and RunError are not failures of a row and pass through.
+
+    Verdict terms that no reward is named after are added to `terms`, so that they are logged as well.
+    """
+    check_rewards(rewards)
+    n = len(completions)
+    failures: Counter[str] = Counter()
+    total, valid = [0.0] * n, [True] * n
+    known = dict.fromkeys(term for verdict in verdicts for term in verdict.terms)
+    terms = {term: [verdict.terms.get(term, math.nan) for verdict in verdicts] for term in known}
+    for reward in rewards:
+        values, reasons = _values(reward, prompts, completions, verdicts, columns)
+        terms[reward.name] = values
+        failures.update(f"{reward.name}: {reason}" for reason in reasons if reason is not None)
+        if reward.weight:
+            total = [a + reward.weight * b for a, b in zip(total, values, strict=True)]
+            valid = [a and b is None for a, b in zip(valid, reasons, strict=True)]
+    return RewardResult([a if ok else math.nan for a, ok in zip(total, valid, strict=True)], valid, terms, dict(failures))
+
+
+def verify_all(task: Task, completions: Sequence[str], examples: Sequence[dict[str, Any]]) -> list[Verdict]:
+    """The task's verdict on every completion. A verifier that raises gives `Verdict(missing=…)` for that completion; each
+    kind of error is logged once a task. UsageError and RunError pass through."""
+    verdicts = []
+    for completion, example in zip(completions, examples, strict=True):
+        try:
+            verdicts.append(task.verify(completion, example))
+        except (UsageError, RunError):
+            raise
+        except Exception as error:
+            reason = f"verifier raised {type(error).__name__}"
+            _warn_once(task, reason, f"the verifier of {type(task).__name__} failed ({error!r}): its verdict is missing")
+            verdicts.append(Verdict(missing=reason))
+    return verdicts
+
+
+def import_callable(path: str) -> Callable[..., Any]:
+    """The callable at `package.module.name` (or `package.module.Class.name`). Raises a UsageError if there is none."""
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise UsageError(f"reward function '{path}': give an import path like package.module.function")
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+                continue  # a shorter path may be the module, and this part an attribute of it
+            raise _failed_import(path, module_name, error) from error
+        except Exception as error:
+            raise _failed_import(path, module_name, error) from error
+        break
+    else:
+        raise UsageError(
+            f"reward function '{path}': no module '{parts[0]}' can be imported; install it or put its folder on PYTHONPATH"
+        )
+    where = module_name
+    for part in parts[length:]:
+        if not hasattr(found, part):
+            public = [name for name in dir(found) if not name.startswith("_")]
+            raise UsageError(f"reward function '{path}': '{where}' has no '{part}': {nearest(part, public)}")
+        found, where = getattr(found, part), f"{where}.{part}"
+    if not callable(found):
+        raise UsageError(f"reward function '{path}' is a {type(found).__name__}, not callable: name a function")
+    return found
+
+
+def _failed_import(path: str, module: str, error: Exception) -> UsageError:
+    return UsageError(f"reward function '{path}': importing '{module}' failed ({type(error).__name__}: {error})")
+
+
+def _accepted(function: Callable[..., Any], path: str) -> frozenset[str] | None:
+    """The keyword arguments that a function takes; None if it takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-ins have no signature
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = frozenset(parameter.name for parameter in parameters if parameter.kind in named)
+    if "completions" not in names:
+        raise UsageError(
+            f"reward function '{path}' takes no keyword argument 'completions': define it as "
+            "function(prompts, completions, **columns)"
+        )
+    return names
+
+
+def _values(
+    reward: Reward,
+    prompts: list[Any],
+    completions: list[str],
+    verdicts: list[Verdict],
+    columns: dict[str, list[Any]],
+) -> tuple[list[float], list[str | None]]:
+    """The term's N values, NaN where missing, and why they are missing."""
+    n = len(completions)
+    returned = _call(reward, n, prompts, completions, verdicts, columns)
+    if isinstance(returned, str):
+        returned = []
+        for row in range(n):
+            own = {name: values[row : row + 1] for name, values in columns.items()}
+            cut = slice(row, row + 1)
+            alone = _call(reward, 1, prompts[cut], completions[cut], verdicts[cut], own)
+            returned.append(_Failure(alone) if isinstance(alone, str) else alone[0])
+    values, reasons = [], []
+    for value, verdict in zip(returned, verdicts, strict=True):
+        number, reason = _number(value)
+        if value is None and isinstance(reward, TaskVerdict):
+            reason = verdict.missing
+        values.append(number)
+        reasons.append(reason)
+    return values, reasons
+
+
+class _Failure(str):
+    """Why a call for one completion gave no value."""
+
+
+def _call(reward: Reward, n: int, *arguments: Any) -> list[Any] | str:
+    """The list of n values that the term returned, or what went wrong."""
+    try:
+        returned: Any = reward(*arguments)
+        returned = returned.tolist() if hasattr(returned, "tolist") else returned
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        reason = f"raised {type(error).__name__}"
+        _warn_once(reward, reason, f"the reward '{reward.name}' failed ({error!r}); each completion is now judged alone")
+        return reason
+    if isinstance(returned, list | tuple) and len(returned) == n:
+        return list(returned)
+    what = f"{len(returned)} values" if isinstance(returned, list | tuple) else f"a {type(returned).__name__}"
+    reason = f"returned {what} for {n} completions" if n == 1 else "returned no list with a value for each completion"
+    _warn_once(
+        reward,
+        reason,
+        f"the reward '{reward.name}' returned {what} for {n} completions, not a list of {n} numbers; each completion is "
+        "now judged alone",
+    )
+    return reason
+
+
+def _number(value: Any) -> tuple[float, str | None]:
+    """The value as a float, or NaN and the reason why it is none."""
+    if isinstance(value, _Failure):
+        return math.nan, str(value)
+    if value is None:
+        return math.nan, "None"
+    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) else value
+    if not isinstance(value, int | float):
+        return math.nan, f"a {type(value).__name__}, not a number"
+    if not math.isfinite(value):
+        return math.nan, "NaN" if math.isnan(value) else "infinite"
+    return float(value), None
+
+
+_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def _warn_once(owner: Any, kind: str, message: str) -> None:
+    """Log a kind of failure once for each object."""
+    kinds = _warned.setdefault(owner, set())
+    if kind not in kinds:
+        kinds.add(kind)
+        log.warning("%s; further failures of this kind are only counted", message)

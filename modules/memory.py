@@ -1,0 +1,27 @@
+"""How many tokens fit into one forward and backward pass. Resolved once, at the start of a run."""
+
+import os
+
+import torch
+
+from .policy import Policy
+
+LARGEST = 32_768
+SHARE_OF_MEMORY = 0.1  # of the machine's; small micro-batches are faster on a CPU anyway, and others live here too
+
+
+def resolve_micro_batch_tokens(policy: Policy) -> int:
+    """Padded tokens in one micro-batch: from a tenth of the memory and an estimate of the bytes that a token costs.
+
+    The estimate [ours]: four fp32 copies of the logits (logits, log-softmax, and their gradients), and about 40
+    activations of the model's width a layer (two, the layer's in- and output, with gradient checkpointing).
+    """
+    config = policy.model.config
+    layers, width = config.num_hidden_layers, config.hidden_size
+    activations = 2 if policy.gradient_checkpointing else 40
+    bytes_per_token = 4 * (4 * policy.model.get_output_embeddings().weight.shape[0] + activations * layers * width)
+    if policy.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(policy.device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(max(1, min(LARGEST, SHARE_OF_MEMORY * memory // bytes_per_token)))

@@ -1,0 +1,5 @@
+"""Sampling engines."""
+
+from .generate import GenerateSampler
+
+__all__ = ["GenerateSampler"]
