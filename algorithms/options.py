@@ -9,7 +9,7 @@ def check_choice(option: str, value: object, allowed: Iterable[str]) -> None:
     """Raise a UsageError unless `value` is one of the strings `allowed`; "true" or None never pass for a name."""
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
-        raise UsageError(f"{option} is {value!r}, allowed are {', '.join(allowed)}: {nearest(str(value), allowed)}")
+        raise UsageError(f"{option} is {value!r}: {nearest(str(value), allowed)}")
 
 
 def check_range(option: str, value: float, low: float, high: float = float("inf"), *, above: bool = False) -> None:

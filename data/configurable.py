@@ -31,7 +31,7 @@ class Configurable:
                 self.__dict__["_arguments"] = given
             original(self, *args, **options)
 
-        cls.__init__ = remember  # type: ignore[method-assign]
+        type.__setattr__(cls, "__init__", remember)  # an assignment would look like a method of Configurable
 
 
 def describe(value: Any) -> Any:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..data.errors import UsageError
 
-PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD, END, UNKNOWN = SPECIAL = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 
 
@@ -35,7 +35,7 @@ class FreshModel:
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each printable ASCII character and the newline, so that any template is known; any other character
     becomes `<unk>`. A standard tokenizer: it is saved and loaded as a folder like every other."""
-    vocabulary = {token: number for number, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS])}
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
     core = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=UNKNOWN))
     core.decoder = decoders.Fuse()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
@@ -52,8 +52,8 @@ def fresh_model(options: FreshModel, tokenizer: PreTrainedTokenizerFast, attenti
     """The model in float32 with weights drawn from `options.seed`; the global random state is left as it was."""
     if options.layers < 1 or options.width < 1 or options.heads < 1 or options.width % (2 * options.heads):
         raise UsageError(
-            f"policy.fresh has layers={options.layers}, width={options.width}, heads={options.heads}: give at least one "
-            "layer, and a width that is a multiple of twice the heads"
+            f"policy.fresh has layers={options.layers}, width={options.width}, heads={options.heads}: give at least "
+            "one layer, and a width that is a multiple of twice the heads"
         )
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -64,10 +64,10 @@ def fresh_model(options: FreshModel, tokenizer: PreTrainedTokenizerFast, attenti
         num_key_value_heads=options.heads,
         max_position_embeddings=options.positions,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        attn_implementation=attention,
+        eos_token_id=SPECIAL.index(END),
+        pad_token_id=SPECIAL.index(PAD),
     )
+    config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(options.seed)  # the CPU's only: fork_rng restores no other here
         return LlamaForCausalLM(config)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -43,7 +44,7 @@ def load(
             raise UsageError(f"policy.gguf_file is '{gguf_file}' but policy.model is 'fresh': name the model it is of")
         tokenizer = character_tokenizer()
         with _load_errors(model, "a model", attention):
-            made = fresh_model(fresh, tokenizer, attention)
+            made: Any = fresh_model(fresh, tokenizer, attention)
         return made.to(torch.float32 if dtype == "auto" else getattr(torch, dtype)), tokenizer
     place = _place(model)
     if isinstance(place, Path):
@@ -67,8 +68,8 @@ def load(
             )
     if loaded.dtype == torch.float16:
         raise UsageError(
-            f"policy.dtype is 'auto' and the weights of '{model}' are float16, which needs loss scaling: give 'float32' "
-            "or 'bfloat16'"
+            f"policy.dtype is 'auto' and the weights of '{model}' are float16, which needs loss scaling: give "
+            "'float32' or 'bfloat16'"
         )
     for module in loaded.modules():
         if isinstance(module, nn.Dropout):
@@ -92,7 +93,9 @@ def _place(model: str) -> Path | str:
         name = model.removeprefix(PACKAGE)
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
-            raise UsageError(f"policy.model is '{model}', but no package '{name}' is installed: install it, or check its name")
+            raise UsageError(
+                f"policy.model is '{model}', but no package '{name}' is installed: install it, or check its name"
+            )
         return Path(next(iter(spec.submodule_search_locations)))
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -130,7 +133,7 @@ def _load_errors(model: str, what: str, attention: str = "") -> Iterator[None]:
     """What transformers raises for a wrong name, a broken folder or an unknown attention, as one line."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
         if attention and (attention in reason or "attn_implementation" in reason):
             raise UsageError(

@@ -270,8 +270,8 @@ def within_positions(config: Any, prompt: int | None, completion: int) -> tuple[
     longest = positions - completion
     if longest < (prompt or 1):
         raise UsageError(
-            f"policy.max_prompt_tokens ({prompt}) and policy.max_completion_tokens ({completion}) are together more than "
-            f"the model's {positions} positions: lower one of them"
+            f"policy.max_prompt_tokens ({prompt}) and policy.max_completion_tokens ({completion}) are together more "
+            f"than the model's {positions} positions: lower one of them"
         )
     return prompt or longest, completion
 

@@ -68,7 +68,7 @@ def check_against_own_forward(policy: "Policy", name: str) -> None:
     gap, size = float((ours - own).abs().max()), float(own.abs().max())
     if not gap <= TOLERANCE[dtype] * size:
         raise UsageError(
-            f"policy.model is '{name}' ({type(policy.model).__name__}), whose logits differ by {gap:.2g} (of {size:.2g}) "
-            "when padded on the left or split into hidden states and head: this kind of model is not supported; give "
-            "another one"
+            f"policy.model is '{name}' ({type(policy.model).__name__}), whose logits are off by {gap:.2g} (of "
+            f"{size:.2g}) when padded on the left or split into hidden states and head: this kind of model is not "
+            "supported; give another one"
         )

@@ -49,9 +49,7 @@ class TextCodec:
         """
         if self.uses_template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            return list(
-                self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-            )
+            return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
         return self._start + self.encode_text(text)
 
@@ -81,7 +79,8 @@ class TextCodec:
         Time is linear in the number of tokens: only a few tokens are decoded at a time.
         """
         ends: list[int] = []
-        start = settled = length = 0  # tokens from `start` give context; those before `settled` have `length` characters
+        length = 0  # characters of the tokens before `settled`
+        start = settled = 0  # tokens from `start` to `settled` are decoded again, as context
         for position in range(len(ids)):
             context = self.decode(ids[start:settled])
             text = self.decode(ids[start : position + 1])
@@ -106,12 +105,12 @@ def _end_token_ids(
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         found = tuple(dict.fromkeys([*own, *known]))
         if not found:
-            raise UsageError(f"'{model}' names no end token: give policy.end_tokens, a list of tokens of its vocabulary")
+            raise UsageError(f"'{model}' names no end token: give policy.end_tokens, tokens of its vocabulary")
         return found
     vocabulary = tokenizer.get_vocab()
     unknown = [name for name in names if name not in vocabulary]
     if unknown or not names:
         given = f"has '{unknown[0]}', which is no single token of '{model}'" if unknown else "is an empty list"
-        own = tokenizer.eos_token
-        raise UsageError(f"policy.end_tokens {given}: give tokens of its vocabulary" + (f" such as '{own}'" if own else ""))
+        example = f" such as '{tokenizer.eos_token}'" if tokenizer.eos_token else ""
+        raise UsageError(f"policy.end_tokens {given}: give tokens of its vocabulary{example}")
     return tuple(dict.fromkeys(vocabulary[name] for name in names))

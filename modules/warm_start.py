@@ -1,4 +1,4 @@
-"""The warm start: supervised training of a policy on a task's worked demonstrations. Its cache is in warm_start_cache.py."""
+"""The warm start: supervised training of a policy on worked demonstrations. Its cache is in warm_start_cache.py."""
 
 import logging
 import warnings
@@ -82,9 +82,8 @@ class WarmStart(Configurable, L.LightningModule):
     # ---- supervised training -------------------------------------------------------------------------------------
 
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> Tensor:
-        assert self.policy is not None, "WarmStart was made without a policy: give WarmStart(policy=…) to train it alone"
         tokens = batch.completion_mask.sum()
-        loss = -self.policy.score(batch, temperature=1.0).logp.sum() / tokens
+        loss = -self._own_policy.score(batch, temperature=1.0).logp.sum() / tokens
         if not torch.isfinite(loss):
             raise RunError(
                 f"the loss of the warm start is {float(loss)} at step {self.global_step}: "
@@ -108,12 +107,16 @@ class WarmStart(Configurable, L.LightningModule):
 
     def loader(self, demonstrations: Dataset) -> DataLoader[Demonstration]:
         """`steps` batches of a data set with the columns "prompt" and "completion", in an order drawn from the seed."""
-        assert self.policy is not None, "WarmStart was made without a policy: give WarmStart(policy=…) to train it alone"
-        return self._loader(encode(self.policy, demonstrations))
+        return self._loader(encode(self._own_policy, demonstrations))
+
+    @property
+    def _own_policy(self) -> Policy:
+        if not isinstance(self.policy, Policy):
+            raise UsageError("this WarmStart has no policy to train: give WarmStart(policy=…), or call run with one")
+        return self.policy
 
     def _loader(self, rows: list[Demonstration]) -> DataLoader[Demonstration]:
-        assert self.policy is not None
-        pad = self.policy.pad_token_id
+        pad = self._own_policy.pad_token_id
         generator = torch.Generator().manual_seed(self.seed)
         wanted = self.steps * self.batch_size
         order: list[int] = []
@@ -157,9 +160,9 @@ class WarmStart(Configurable, L.LightningModule):
         return {name: value for name, value in self._arguments.items() if name not in ("policy", "cache")}
 
     def _fit_within(self, outer: L.Trainer, rows: list[Demonstration], log: Log) -> Curve:
-        assert self.policy is not None
-        device = self.policy.device
-        training = {module: module.training for module in self.policy.modules()}
+        policy = self._own_policy
+        device = policy.device
+        training = {module: module.training for module in policy.modules()}
         forward = ForwardMetrics(log)
         self.train()
         with _silence():
@@ -177,10 +180,10 @@ class WarmStart(Configurable, L.LightningModule):
                 use_distributed_sampler=False,
             )
             trainer.fit(self, train_dataloaders=self._loader(rows))
-        self.policy.to(device)  # a trainer leaves its module on the CPU
+        policy.to(device)  # a trainer leaves its module on the CPU
         for module, mode in training.items():
             module.training = mode
-        self.policy.zero_grad(set_to_none=True)
+        policy.zero_grad(set_to_none=True)
         if trainer.global_step < self.steps:
             raise RunError(f"the warm start was interrupted after {trainer.global_step} of {self.steps} steps")
         return forward.curve
@@ -196,9 +199,7 @@ class ForwardMetrics(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        metrics = {
-            name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("warmup/")
-        }
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("warmup/")}
         self.log_to(metrics, len(self.curve))
         self.curve.append(metrics)
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from apportion.data.batch import RolloutBatch
 from torch import Tensor
+
+from apportion.data.batch import RolloutBatch
 
 
 def make_rollouts(reward: Tensor, group: Tensor, mask: Tensor, **fields: Any) -> RolloutBatch:

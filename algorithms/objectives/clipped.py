@@ -54,10 +54,8 @@ def clipped_loss(
     log_ratio = torch.where(mask, at_least_float32(logp) - at_least_float32(logp_old.detach()), 0.0)
     ratio = log_ratio.detach().exp()
     low, high = 1.0 - epsilon_low, 1.0 + epsilon_high
-    too_good = (advantages > 0) & (ratio > high)
-    too_bad = (advantages < 0) & (ratio < low)
-    clipped = too_good | too_bad
-    bound = torch.where(too_good, high, low)
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    bound = ratio.clamp(low, high)
     if dual_clip is not None:
         dual = (advantages < 0) & (ratio > dual_clip)
         clipped, bound = clipped | dual, torch.where(dual, dual_clip, bound)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from ...data.errors import UsageError
+from ...data.errors import RunError, UsageError
 from ...data.sampler import Limits, Sampler, Samples, uniforms
 
 
@@ -44,7 +44,9 @@ class GenerateSampler(Sampler):
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         calls = [order[i : i + self.rows_per_call] for i in range(0, len(order), self.rows_per_call)]
         parts = [self._one_call(policy, [rows[r] for r in call], [seeds[r] for r in call], limits) for call in calls]
-        return _joined(parts, order)
+        samples = _joined(parts, order)
+        samples.ids.masked_fill_(~samples.mask, policy.pad_token_id)
+        return samples
 
     def _one_call(self, policy: Any, rows: list[Sequence[int]], seeds: list[int], limits: Limits) -> Samples:
         model, device = policy.model, policy.device
@@ -64,13 +66,12 @@ class GenerateSampler(Sampler):
                     max_new_tokens=limits.max_new_tokens,
                     eos_token_id=list(policy.end_token_ids),
                     pad_token_id=policy.pad_token_id,
+                    use_cache=True,
                 ),
                 logits_processor=LogitsProcessorList([drawer]),
-                use_cache=True,
             )
         completions = sequences[:, width:].cpu()
         mask, truncated = until_end(completions, policy.end_token_ids)
-        completions = completions.masked_fill(~mask, policy.pad_token_id)
         logp, entropy, sum_sq_probs = drawer.recorded(mask)
         return Samples(completions, mask, truncated, logp, entropy, sum_sq_probs)
 
@@ -107,8 +108,12 @@ class TokenDrawer(LogitsProcessor):
         greedy = self.limits.temperature == 0
         logits = self.logits if greedy else self.logits / self.limits.temperature
         log_probs = logits.log_softmax(-1)  # (N, V)
+        if log_probs[:, 0].isnan().any():
+            raise RunError(
+                "the policy's logits are not finite, so no token can be drawn: look for the step they broke at"
+            )
         probs = log_probs.exp()
-        entropy, sum_sq_probs = -(probs * log_probs).sum(-1), probs.square().sum(-1)
+        entropy, sum_sq_probs = torch.special.entr(probs).sum(-1), probs.square().sum(-1)
         if greedy:
             token = log_probs.argmax(-1)
         else:
@@ -142,7 +147,7 @@ def truncated_log_probs(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
         smallest = log_probs.topk(top_k).values[:, -1:]
         log_probs = log_probs.masked_fill(log_probs < smallest, -torch.inf).log_softmax(-1)
     if top_p < 1:
-        ordered, index = log_probs.sort(-1, descending=True, stable=True)
+        ordered, index = log_probs.sort(dim=-1, descending=True)
         probs = ordered.exp()
         before = probs.cumsum(-1) - probs  # the probability of all tokens before one
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= top_p)

@@ -6,6 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
+
 from apportion.algorithms.groups import (
     constant_groups,
     group_count,
@@ -15,7 +17,6 @@ from apportion.algorithms.groups import (
     is_constant,
     leave_one_out_mean,
 )
-from hypothesis import given, settings, strategies as st
 
 GROUP = torch.tensor([9, -2, 9, 9, -2, 5])
 VALID = torch.tensor([True, True, False, True, True, True])
@@ -29,7 +30,9 @@ def test_hand_computed() -> None:
     assert group_sum(VALUES, *of).tolist() == [5, 8, 5, 5, 8, 3]
     assert group_mean(VALUES, *of).tolist() == [2.5, 4, 2.5, 2.5, 4, 3]
     assert leave_one_out_mean(VALUES, *of).tolist() == [4, 6, 2.5, 1, 2, 0]
-    expected = torch.tensor([3 / math.sqrt(2), 4 / math.sqrt(2), 3 / math.sqrt(2), 3 / math.sqrt(2), 4 / math.sqrt(2), 0])
+    expected = torch.tensor(
+        [3 / math.sqrt(2), 4 / math.sqrt(2), 3 / math.sqrt(2), 3 / math.sqrt(2), 4 / math.sqrt(2), 0]
+    )
     torch.testing.assert_close(group_std(VALUES, *of), expected)
     assert constant_groups(VALUES, *of).tolist() == [False, False, False, False, False, True]
 
@@ -44,7 +47,11 @@ def test_weighted_means() -> None:
 
 
 def test_a_group_without_a_valid_row_gives_zeros() -> None:
-    values, group, valid = torch.full((3,), torch.nan), torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.bool)
+    values, group, valid = (
+        torch.full((3,), torch.nan),
+        torch.zeros(3, dtype=torch.long),
+        torch.zeros(3, dtype=torch.bool),
+    )
     for statistic in (group_sum, group_mean, leave_one_out_mean, group_std):
         assert statistic(values, group, valid).tolist() == [0, 0, 0]
     assert group_count(group, valid).tolist() == [0, 0, 0]
@@ -54,7 +61,7 @@ def test_a_group_without_a_valid_row_gives_zeros() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("constant", [0.95, 0.1, 1 / 3, -0.7, 1e-30, 123456.789])
 def test_pitfall_09_constant_groups_are_exact(constant: float, dtype: torch.dtype) -> None:
-    """Every mean of a constant group is the constant to the last bit, its deviation exactly 0, for any size and weights."""
+    """Every mean of a constant group is the constant to the last bit and its deviation exactly 0."""
     for size in (2, 3, 6, 7, 10, 49):
         values = torch.full((size,), constant, dtype=dtype)
         of = torch.zeros(size, dtype=torch.long), torch.ones(size, dtype=torch.bool)
@@ -121,7 +128,9 @@ def test_shapes_are_checked() -> None:
 
 
 ROWS = st.lists(
-    st.tuples(st.integers(-3, 3), st.booleans(), st.floats(-100, 100, width=32), st.integers(0, 5)), min_size=1, max_size=14
+    st.tuples(st.integers(-3, 3), st.booleans(), st.floats(-100, 100, width=32), st.integers(0, 5)),
+    min_size=1,
+    max_size=14,
 )
 
 

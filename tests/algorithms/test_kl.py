@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from apportion.algorithms import Clipped, KLPenalty, LeaveOneOut, Reinforce
 from apportion.algorithms.kl import k1, k2, k3
 from apportion.algorithms.returns import return_to_go
 from apportion.data.batch import RolloutBatch
 from apportion.data.errors import UsageError
-from torch import Tensor
 
 MASK = torch.tensor([[True, True, False, True, False]])
 OLD = torch.tensor([[-1.0, -2.0, torch.nan, -0.5, torch.inf]])
@@ -82,7 +84,11 @@ def test_identity_8_coefficients_per_sample() -> None:
 
 def test_off_policy_the_coefficient_has_the_ratio_of_the_policy_term() -> None:
     logp = torch.tensor([[math.log(0.5)]], requires_grad=True)
-    old, ref, mask = torch.tensor([[math.log(0.4)]]), torch.tensor([[math.log(0.2)]]), torch.ones(1, 1, dtype=torch.bool)
+    old, ref, mask = (
+        torch.tensor([[math.log(0.4)]]),
+        torch.tensor([[math.log(0.2)]]),
+        torch.ones(1, 1, dtype=torch.bool),
+    )
     penalty = KLPenalty("k1_coefficient", 0.1).advantage_penalty(old, ref, mask)
     loss = Clipped(epsilon_low=0.9, epsilon_high=0.9)(logp, old, -penalty, mask).loss
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
@@ -92,13 +98,15 @@ def test_off_policy_the_coefficient_has_the_ratio_of_the_policy_term() -> None:
 @pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("return_to_go", [True, False])
 def test_pitfall_25_k1_in_the_reward_is_the_exact_sequence_gradient(
-    steps: int, return_to_go: bool, enumerated: Callable[..., "object"], rollouts_of: Callable[..., RolloutBatch]
+    steps: int, return_to_go: bool, enumerated: Callable[..., Any], rollouts_of: Callable[..., RolloutBatch]
 ) -> None:
     """By enumeration: reward and KL through leave-one-out of pairs give exactly grad(J - beta KL(pi || pi_ref)); the
     per-token coefficient does not."""
     policy = enumerated(vocabulary=3, steps=steps)
     beta = 0.7
-    objective = policy.value() - beta * (policy.probability() * (policy.sequence_logp() - policy.ref_sequence_logp)).sum()
+    objective = (
+        policy.value() - beta * (policy.probability() * (policy.sequence_logp() - policy.ref_sequence_logp)).sum()
+    )
     (exact,) = torch.autograd.grad(objective, policy.theta)
 
     reward_form = KLPenalty("k1_reward", beta, return_to_go)
@@ -167,7 +175,7 @@ def test_pitfall_25_k1_as_a_loss_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": "k3"}, r"did you mean k3_loss\?"),
+        ({"form": "k3"}, "known: k1_coefficient, k1_reward, k2_loss, k3_loss"),
         ({"form": "k1_rewards"}, "did you mean k1_reward"),
         ({"coefficient": -0.1}, "kl.coefficient is -0.1"),
         ({"return_to_go": "none"}, "give true or false"),
@@ -183,5 +191,3 @@ def test_loss_of_a_form_without_loss_is_an_error() -> None:
         KLPenalty("k1_reward").loss(OLD, REF, MASK)
     with pytest.raises(ValueError, match=r"\(N, T\)"):
         KLPenalty("k1_reward").token_reward(OLD, REF[:, :2], MASK)
-
-

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from apportion.algorithms import Clipped, PolicyObjective, Reinforce
-from apportion.data.errors import UsageError
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
+
+from apportion.algorithms import Clipped, PolicyObjective, Reinforce
+from apportion.data.errors import UsageError
 
 
 def run(objective: PolicyObjective, ratio: list[float], advantage: list[float]) -> tuple[Tensor, Tensor, list[bool]]:
@@ -31,7 +32,9 @@ def test_clipped_by_hand() -> None:
 
 def test_asymmetric_and_dual_clip_by_hand() -> None:
     objective = Clipped(epsilon_low=0.1, epsilon_high=0.28, dual_clip=3.0)
-    loss, gradient, clipped = run(objective, [1.25, 1.3, 0.95, 0.5, 2.9, 5.0, 5.0], [2.0, 2.0, -2.0, -2.0, -2.0, -2.0, 0.0])
+    loss, gradient, clipped = run(
+        objective, [1.25, 1.3, 0.95, 0.5, 2.9, 5.0, 5.0], [2.0, 2.0, -2.0, -2.0, -2.0, -2.0, 0.0]
+    )
     torch.testing.assert_close(loss, torch.tensor([-2.5, -2.56, 1.9, 1.8, 5.8, 6.0, 0.0], dtype=torch.float64))
     torch.testing.assert_close(gradient, torch.tensor([-2.5, 0.0, 1.9, 0.0, 5.8, 0.0, 0.0], dtype=torch.float64))
     assert clipped == [False, True, False, True, False, True, False]
@@ -111,7 +114,13 @@ def test_pitfall_30_a_nan_under_the_mask_is_not_hidden(objective: PolicyObjectiv
 
 @pytest.mark.parametrize(
     "options",
-    [{"epsilon_low": -0.1}, {"epsilon_high": float("nan")}, {"dual_clip": 1.0}, {"dual_clip": 0.5}, {"epsilon_low": "x"}],
+    [
+        {"epsilon_low": -0.1},
+        {"epsilon_high": float("nan")},
+        {"dual_clip": 1.0},
+        {"dual_clip": 0.5},
+        {"epsilon_low": "x"},
+    ],
 )
 def test_senseless_options_are_refused(options: dict) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from apportion.algorithms.returns import return_to_go, returns_to_go, total_return
 from apportion.data.batch import RolloutBatch
 

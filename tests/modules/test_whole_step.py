@@ -270,11 +270,13 @@ def test_answer_influence(dtype, tolerance):
         torch.testing.assert_close(found[i].double(), expected, rtol=0, atol=tolerance * float(expected.max()))
 
 
-ALL = list(itertools.product(ESTIMATORS, OBJECTIVES, FORMS, AGGREGATION_NAMES))
-PAIRS = [case for k, case in enumerate(ALL) if k % 11 == 0]  # every estimator, objective, form and aggregation occurs
+ALL = [
+    (*names, AGGREGATION_NAMES[k % 4]) for k, names in enumerate(itertools.product(ESTIMATORS, OBJECTIVES, FORMS))
+]  # every estimator with every objective and form
+PAIRS = ALL[::7]
 
 
-def test_the_short_list_covers_everything():
+def test_the_short_list_covers_every_name():
     for names, position in ((ESTIMATORS, 0), (OBJECTIVES, 1), (FORMS, 2), (AGGREGATION_NAMES, 3)):
         assert {case[position] for case in PAIRS} == set(names)
 

@@ -1,0 +1,92 @@
+"""Random models of several kinds, as folders that a policy loads like any other; and batches of given token ids."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
+
+from apportion.data.batch import RolloutBatch
+from apportion.modules.fresh import character_tokenizer
+from apportion.modules.policy import Policy
+
+SHAPE = {
+    "vocab_size": 99,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+GEMMA = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "llama_tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SHAPE),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=1
+    ),
+    "neox": lambda: GPTNeoXConfig(**SHAPE),
+    "gemma3": lambda: Gemma3TextConfig(**SHAPE, **GEMMA, final_logit_softcapping=1.5),
+    "granite": lambda: GraniteConfig(**SHAPE, logits_scaling=0.25),
+    "cohere": lambda: CohereConfig(**SHAPE, logit_scale=3.0),
+}
+
+
+def save(config: PreTrainedConfig, folder: Path) -> str:
+    """A model with larger weights than a fresh one's, so that its distributions differ from the uniform one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.3 * torch.randn(weight.shape))
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_policy(kind: str, folder: Path, dtype: str = "float64", **options) -> Policy:
+    return Policy(save(CONFIGS[kind](), folder), dtype=dtype, max_completion_tokens=12, **options)
+
+
+def batch_of(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of, pad=0) -> RolloutBatch:
+    """Completions (token ids) of prompts, padded, with one more column than is needed on each side."""
+    n, lp, t = len(completions), max(map(len, prompts)) + 1, max(map(len, completions)) + 1
+    prompt_ids, prompt_mask = torch.full((len(prompts), lp), pad), torch.zeros(len(prompts), lp, dtype=torch.bool)
+    ids, mask = torch.full((n, t), pad), torch.zeros(n, t, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        prompt_ids[row, lp - len(prompt) :] = torch.tensor(prompt)
+        prompt_mask[row, lp - len(prompt) :] = True
+    for row, completion in enumerate(completions):
+        ids[row, : len(completion)] = torch.tensor(completion, dtype=torch.long)
+        mask[row, : len(completion)] = True
+    return RolloutBatch(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        prompt_id=torch.arange(len(prompts)),
+        prompt_index=torch.tensor(prompt_of),
+        group=torch.tensor(prompt_of),
+        completion_ids=ids,
+        completion_mask=mask,
+        action_mask=mask,
+        reward=torch.zeros(n),
+        reward_valid=torch.ones(n, dtype=torch.bool),
+        truncated=torch.zeros(n, dtype=torch.bool),
+        in_loss=torch.ones(n, dtype=torch.bool),
+        policy_version=torch.zeros(n, dtype=torch.long),
+    )
