@@ -5,8 +5,8 @@
 # make lint       linter, formatter, type checker
 # make clean      remove .venv and whatever was built or cached; runs/ stays
 #
-# Needs make and Python >= 3.11 (PYTHON=… chooses one). On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-# gets the CPU build of torch instead of the CUDA one.
+# Needs make and Python >= 3.11 (PYTHON=… chooses one). For the CPU build of torch on Linux, set PIP_EXTRA_INDEX_URL to
+# PyTorch's index of CPU wheels.
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))

@@ -103,7 +103,7 @@ def _missing(message: str, parser: Any) -> str | None:
 def _wrong_value(message: str, parser: Any) -> str | None:
     keys = re.findall(r'Parser key "([^"]+)"', message)
     values = re.findall(r"Given value: (.*)|Got value: (.*)", message)
-    expected = [word for word in re.findall(r"Expected a (.*?)(?:\. Got value: .*)?$", message, re.MULTILINE)]
+    expected = re.findall(r"Expected a (.*?)(?:\. Got value: .*)?$", message, re.MULTILINE)
     if not keys or not values or not expected:
         return None
     given = next(value for value in values[0] if value)

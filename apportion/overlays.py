@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile  # pyright: ignore[reportPrivateImportUsage]
 
 from apportion.data.errors import UsageError, nearest
 

@@ -1,6 +1,7 @@
 """Lightning callbacks, each with one job. They watch a PolicyGradient; none of them changes what is trained."""
 
 from .budget import BudgetLimit
+from .checkpoints import BestAndLast
 from .credit_heatmap import CreditHeatmap
 from .hyperparameters import Hyperparameters
 from .predictions import PredictionWriter
@@ -12,6 +13,7 @@ from .summary import FitSummary
 from .throughput import Throughput
 
 __all__ = [
+    "BestAndLast",
     "BudgetLimit",
     "CreditHeatmap",
     "FitSummary",

@@ -26,7 +26,7 @@ def record_of(pl_module: L.LightningModule) -> "StepRecord":
 
 
 def batch_number(pl_module: L.LightningModule) -> int:
-    """The number of the rollout batch that the record is of, from 0: where `self.log` puts it on TensorBoard's x-axis."""
+    """The number, from 0, of the rollout batch that the record is of: where `self.log` puts it on the x-axis."""
     return module_of(pl_module).rollout_step - 1
 
 

@@ -33,7 +33,7 @@ class BestAndLast(Checkpoint):
         self._folder = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"  # log_dir asks all processes
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         measured = list(accuracies(trainer.callback_metrics).values())
         better = bool(measured) and measured[0][0] > self.best_accuracy
@@ -44,7 +44,7 @@ class BestAndLast(Checkpoint):
             self.best_model_path = self._save(trainer, "best.ckpt")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._saved_step != trainer.global_step and not trainer.fast_dev_run:
+        if self._saved_step != trainer.global_step and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save(trainer, "last.ckpt")
 
     def _save(self, trainer: L.Trainer, name: str) -> str:

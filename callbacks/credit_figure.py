@@ -85,7 +85,9 @@ def credit_figure(prompt: str, caption: str, rows: Sequence[CreditRow]) -> Figur
             _write(axes, LABEL_WIDTH + end + 0.6, y + lines - 0.5, note, color=FAINT, size=FONT_SIZE - 2)
         y += lines + 0.45
 
-    bar = figure.add_axes((LABEL_WIDTH / width, 1.75 / height, min(42.0, width - LABEL_WIDTH - 2) / width, 0.42 / height))
+    bar = figure.add_axes(
+        (LABEL_WIDTH / width, 1.75 / height, min(42.0, width - LABEL_WIDTH - 2) / width, 0.42 / height)
+    )
     scale = figure.colorbar(ScalarMappable(norm, colours), cax=bar, orientation="horizontal")
     scale.set_label("advantage (red: made less likely, blue: made more likely)", size=FONT_SIZE - 2, color=INK)
     scale.set_ticks([-limit, -limit / 2, 0, limit / 2, limit])

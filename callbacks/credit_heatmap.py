@@ -32,7 +32,9 @@ class CreditHeatmap(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if tensorboard(trainer) is None:
-            rank_zero_warn("CreditHeatmap draws into TensorBoard, but the trainer has no TensorBoardLogger: no pictures")
+            rank_zero_warn(
+                "CreditHeatmap draws into TensorBoard, but the trainer has no TensorBoardLogger: no pictures"
+            )
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -68,8 +68,8 @@ def final_metrics(trainer: L.Trainer) -> dict[str, float]:
     chosen: dict[str, float] = {}
     for tag, value in trainer.callback_metrics.items():
         last = tag.rsplit("/", 1)[-1]
-        if tag.startswith("val/") and (last == "accuracy" or (last.startswith("pass_at_") and last[8:].isdigit())):
-            chosen["hp/" + tag.replace("/", "_")] = float(value)
-        elif tag in ("train/reward", "budget/completions", "budget/tokens"):
+        if (
+            tag.startswith("val/") and (last == "accuracy" or (last.startswith("pass_at_") and last[8:].isdigit()))
+        ) or tag in ("train/reward", "budget/completions", "budget/tokens"):
             chosen["hp/" + tag.replace("/", "_")] = float(value)
     return chosen

@@ -232,7 +232,7 @@ class _Ticker:
 
 
 def expected_batches(trainer: L.Trainer, pl_module: L.LightningModule) -> int | None:
-    """Rollout batches that the whole fit will have by steps, epochs or budget, whichever ends first; None for no end."""
+    """Rollout batches that the fit will have by steps, epochs or budget, whichever ends first; None for no end."""
     module = module_of(pl_module)
     ends = []
     if trainer.max_steps > 0:

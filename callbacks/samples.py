@@ -95,7 +95,7 @@ def samples_table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table that TensorBoard can show."""
     lines = ["| prompt | completion | verdict | reward | advantage |", "|:--|:--|:--|--:|--:|"]
     for row in rows:
-        verdict = {"right": "✓ right", "wrong": "✗ wrong"}.get(row["verdict"], row["verdict"])
+        verdict = {"right": "✓ right", "wrong": "✗ wrong"}.get(row["verdict"]) or str(row["verdict"])
         if row["truncated"]:
             verdict += ", truncated"
         numbers = [

@@ -83,7 +83,9 @@ class FitSummary(L.Callback):
         batches = module_of(pl_module).rollout_step
         spent = budget_of(trainer, type(self).__name__)
         total = self._elapsed()
-        ordered = sorted(self.seconds.items(), key=lambda item: (list(PHASES).index(item[0]) if item[0] in PHASES else 99))
+        ordered = sorted(
+            self.seconds.items(), key=lambda item: list(PHASES).index(item[0]) if item[0] in PHASES else 99
+        )
         parts = [(PHASES.get(phase, phase), seconds) for phase, seconds in ordered]
         parts.append(("the rest", total - sum(self.seconds.values())))
         times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts if seconds >= 0.5)

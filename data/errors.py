@@ -12,8 +12,10 @@ class RunError(RuntimeError):
     """Something failed while running (every reward missing, a NaN loss, …). The command ends with exit status 1."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest known one if there is one, else all of them."""
+def nearest(word: str, known: Iterable[str], most: int = 2) -> str:
+    """The end of an error about an unknown name: the nearest known ones (at most `most`), else all of them."""
     known = sorted(known)
-    matches = difflib.get_close_matches(word, known, n=2, cutoff=0.5)
-    return f"did you mean {' or '.join(matches)}?" if matches else f"known: {', '.join(known)}"
+    matches = difflib.get_close_matches(word, known, n=most, cutoff=0.5)
+    if matches:
+        return f"did you mean {' or '.join(matches)}?"
+    return f"known: {', '.join(known)}" if len(known) <= 30 else "see --help"

@@ -1,18 +1,17 @@
 """Rewards: what a completion is worth. Named, weighted terms from the task's verdict or from any Python callable, and
 the rules for those that fail."""
 
-import importlib
-import inspect
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from .configurable import Configurable
+from .dotted_path import accepted_arguments, import_callable
 from .errors import RunError, UsageError, nearest
 from .tasks.base import Task, Verdict
 
@@ -80,9 +79,9 @@ class CallableReward(Reward):
     """Any Python function, called once a batch as `function(prompts=…, completions=…, **columns)`.
 
     Every argument is a list with one item a completion; a prompt is text or a list of chat messages, as the task gives
-    it; the columns are the data set's ("prompts" and "completions" are never columns). A function without `**kwargs` gets
-    only the arguments that it names. It returns a list (or array, or tensor) with a number a completion, None or NaN
-    where it cannot tell.
+    it; the columns are the data set's ("prompts" and "completions" are never columns). A function without `**kwargs`
+    gets only the arguments that it names. It returns a list (or array, or tensor) with a number a completion, None or
+    NaN where it cannot tell.
 
     Args:
         function: the function's import path, say package.module.function. Its module must be importable: installed, or
@@ -94,7 +93,7 @@ class CallableReward(Reward):
     def __init__(self, function: str, weight: float = 1.0, name: str | None = None) -> None:
         super().__init__(name or function.rpartition(".")[2], weight)
         self.function = import_callable(function)
-        self.accepted = _accepted(self.function, function)
+        self.accepted = accepted_arguments(self.function, function)
 
     def __call__(
         self,
@@ -140,9 +139,9 @@ def combine(
 ) -> RewardResult:
     """The weighted sum of the terms, reward = Σ weight · term. N = number of completions; every list has N items.
 
-    A value that is None, NaN or infinite is missing, and with it the reward of its row, unless the term's weight is 0; a
-    missing reward is never 0. A term that raises, or returns something that is not a list of N, is called again for each
-    completion alone, so that only the rows at fault are missing; each kind of failure is logged once a term.
+    A value that is None, NaN or infinite is missing, and with it the reward of its row, unless the term's weight is 0;
+    a missing reward is never 0. A term that raises, or returns something that is not a list of N, is called again for
+    each completion alone, so that only the rows at fault are missing; each kind of failure is logged once a term.
     UsageError and RunError are not failures of a row and pass through.
 
     Verdict terms that no reward is named after are added to `terms`, so that they are logged as well.
@@ -160,12 +159,14 @@ def combine(
         if reward.weight:
             total = [a + reward.weight * b for a, b in zip(total, values, strict=True)]
             valid = [a and b is None for a, b in zip(valid, reasons, strict=True)]
-    return RewardResult([a if ok else math.nan for a, ok in zip(total, valid, strict=True)], valid, terms, dict(failures))
+    return RewardResult(
+        [a if ok else math.nan for a, ok in zip(total, valid, strict=True)], valid, terms, dict(failures)
+    )
 
 
 def verify_all(task: Task, completions: Sequence[str], examples: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """The task's verdict on every completion. A verifier that raises gives `Verdict(missing=…)` for that completion; each
-    kind of error is logged once a task. UsageError and RunError pass through."""
+    """The task's verdict on every completion. A verifier that raises gives `Verdict(missing=…)` for that completion;
+    each kind of error is logged once a task. UsageError and RunError pass through."""
     verdicts = []
     for completion, example in zip(completions, examples, strict=True):
         try:
@@ -174,62 +175,11 @@ def verify_all(task: Task, completions: Sequence[str], examples: Sequence[dict[s
             raise
         except Exception as error:
             reason = f"verifier raised {type(error).__name__}"
-            _warn_once(task, reason, f"the verifier of {type(task).__name__} failed ({error!r}): its verdict is missing")
+            _warn_once(
+                task, reason, f"the verifier of {type(task).__name__} failed ({error!r}): its verdict is missing"
+            )
             verdicts.append(Verdict(missing=reason))
     return verdicts
-
-
-def import_callable(path: str) -> Callable[..., Any]:
-    """The callable at `package.module.name` (or `package.module.Class.name`). Raises a UsageError if there is none."""
-    parts = path.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise UsageError(f"reward function '{path}': give an import path like package.module.function")
-    for length in range(len(parts) - 1, 0, -1):
-        module_name = ".".join(parts[:length])
-        try:
-            found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
-                continue  # a shorter path may be the module, and this part an attribute of it
-            raise _failed_import(path, module_name, error) from error
-        except Exception as error:
-            raise _failed_import(path, module_name, error) from error
-        break
-    else:
-        raise UsageError(
-            f"reward function '{path}': no module '{parts[0]}' can be imported; install it or put its folder on PYTHONPATH"
-        )
-    where = module_name
-    for part in parts[length:]:
-        if not hasattr(found, part):
-            public = [name for name in dir(found) if not name.startswith("_")]
-            raise UsageError(f"reward function '{path}': '{where}' has no '{part}': {nearest(part, public)}")
-        found, where = getattr(found, part), f"{where}.{part}"
-    if not callable(found):
-        raise UsageError(f"reward function '{path}' is a {type(found).__name__}, not callable: name a function")
-    return found
-
-
-def _failed_import(path: str, module: str, error: Exception) -> UsageError:
-    return UsageError(f"reward function '{path}': importing '{module}' failed ({type(error).__name__}: {error})")
-
-
-def _accepted(function: Callable[..., Any], path: str) -> frozenset[str] | None:
-    """The keyword arguments that a function takes; None if it takes any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-ins have no signature
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = frozenset(parameter.name for parameter in parameters if parameter.kind in named)
-    if "completions" not in names:
-        raise UsageError(
-            f"reward function '{path}' takes no keyword argument 'completions': define it as "
-            "function(prompts, completions, **columns)"
-        )
-    return names
 
 
 def _values(
@@ -242,28 +192,34 @@ def _values(
     """The term's N values, NaN where missing, and why they are missing."""
     n = len(completions)
     returned = _call(reward, n, prompts, completions, verdicts, columns)
-    if isinstance(returned, str):
+    if isinstance(returned, _Failure) and n == 1:
+        returned = [returned]
+    elif isinstance(returned, _Failure):
         returned = []
         for row in range(n):
-            own = {name: values[row : row + 1] for name, values in columns.items()}
             cut = slice(row, row + 1)
+            own = {name: values[cut] for name, values in columns.items()}
             alone = _call(reward, 1, prompts[cut], completions[cut], verdicts[cut], own)
-            returned.append(_Failure(alone) if isinstance(alone, str) else alone[0])
-    values, reasons = [], []
+            returned.append(alone if isinstance(alone, _Failure) else alone[0])
+    numbers: list[float] = []
+    reasons: list[str | None] = []
     for value, verdict in zip(returned, verdicts, strict=True):
         number, reason = _number(value)
         if value is None and isinstance(reward, TaskVerdict):
             reason = verdict.missing
-        values.append(number)
+        numbers.append(number)
         reasons.append(reason)
-    return values, reasons
+    return numbers, reasons
 
 
-class _Failure(str):
-    """Why a call for one completion gave no value."""
+@dataclass(frozen=True)
+class _Failure:
+    """A call that gave no list of values."""
+
+    reason: str
 
 
-def _call(reward: Reward, n: int, *arguments: Any) -> list[Any] | str:
+def _call(reward: Reward, n: int, *arguments: Any) -> list[Any] | _Failure:
     """The list of n values that the term returned, or what went wrong."""
     try:
         returned: Any = reward(*arguments)
@@ -271,34 +227,40 @@ def _call(reward: Reward, n: int, *arguments: Any) -> list[Any] | str:
     except (UsageError, RunError):
         raise
     except Exception as error:
-        reason = f"raised {type(error).__name__}"
-        _warn_once(reward, reason, f"the reward '{reward.name}' failed ({error!r}); each completion is now judged alone")
-        return reason
-    if isinstance(returned, list | tuple) and len(returned) == n:
-        return list(returned)
-    what = f"{len(returned)} values" if isinstance(returned, list | tuple) else f"a {type(returned).__name__}"
-    reason = f"returned {what} for {n} completions" if n == 1 else "returned no list with a value for each completion"
+        failure = _Failure(f"raised {type(error).__name__}")
+        problem = f"failed ({error!r})"
+    else:
+        if isinstance(returned, list | tuple) and len(returned) == n:
+            return list(returned)
+        what = f"{len(returned)} values" if isinstance(returned, list | tuple) else f"a {type(returned).__name__}"
+        failure = _Failure("returned no list of one number a completion")
+        problem = f"returned {what} for {n} completions, not a list of one number a completion"
     _warn_once(
         reward,
-        reason,
-        f"the reward '{reward.name}' returned {what} for {n} completions, not a list of {n} numbers; each completion is "
-        "now judged alone",
+        failure.reason,
+        f"the reward '{reward.name}' {problem}; where that happens each completion is judged alone",
     )
-    return reason
+    return failure
 
 
 def _number(value: Any) -> tuple[float, str | None]:
     """The value as a float, or NaN and the reason why it is none."""
     if isinstance(value, _Failure):
-        return math.nan, str(value)
+        return math.nan, value.reason
     if value is None:
         return math.nan, "None"
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) in (1, ()) else value
-    if not isinstance(value, int | float):
+    try:
+        plain = value.item() if hasattr(value, "item") else value  # numpy scalars, tensors of one number
+        number = float(plain) if isinstance(plain, int | float) else None
+    except OverflowError:  # a whole number beyond floats
+        return math.nan, "infinite"
+    except (ValueError, RuntimeError):  # an array or tensor of several numbers
+        number = None
+    if number is None:
         return math.nan, f"a {type(value).__name__}, not a number"
-    if not math.isfinite(value):
-        return math.nan, "NaN" if math.isnan(value) else "infinite"
-    return float(value), None
+    if not math.isfinite(number):
+        return math.nan, "NaN" if math.isnan(number) else "infinite"
+    return number, None
 
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()

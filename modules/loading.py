@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -39,6 +39,11 @@ def load(
 
     Raises UsageError where the model or the tokenizer is not there.
     """
+    if dtype == "float64" and attention == "eager":
+        raise UsageError(
+            "policy.attention is 'eager', which computes in float32 whatever the weights, and policy.dtype is "
+            "'float64': give attention 'sdpa' or dtype 'float32'"
+        )
     if model == "fresh":
         if gguf_file is not None:
             raise UsageError(f"policy.gguf_file is '{gguf_file}' but policy.model is 'fresh': name the model it is of")

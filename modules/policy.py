@@ -101,7 +101,7 @@ class Policy(Configurable, nn.Module):
         )
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(self.model, model)
         self.version = 0
         self.split = SplitModel(self.model, model)
         check_against_own_forward(self, model)
@@ -245,6 +245,15 @@ class Policy(Configurable, nn.Module):
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
             digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+
+def recompute_activations(model: Any, name: str) -> None:
+    """Gradient checkpointing in training mode."""
+    if not model.supports_gradient_checkpointing:
+        raise UsageError(f"policy.gradient_checkpointing is true, but '{name}' ({type(model).__name__}) cannot do it")
+    older_name = "gradient_checkpointing_enable"
+    getattr(model, "activation_checkpointing_enable", getattr(model, older_name))({"use_reentrant": False})
+    model.disable_input_require_grads()  # only reentrant checkpointing needs them
 
 
 def check_distribution(temperature: float, top_k: int, top_p: float) -> None:

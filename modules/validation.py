@@ -20,8 +20,9 @@ class ValidationMetrics(nn.Module):
     def __init__(self, sets: Sequence[str], pass_at: Sequence[int]) -> None:
         super().__init__()
         self.sets = list(sets)
-        self.terms = nn.ModuleDict()
-        self.passes = nn.ModuleDict({f"{i}/{k}": PassAtK(k) for i in range(len(sets)) for k in pass_at})
+        self.terms: dict[str, MeanWithError] = nn.ModuleDict()  # type: ignore[assignment]
+        passes = {f"{i}/{k}": PassAtK(k) for i in range(len(sets)) for k in pass_at}
+        self.passes: dict[str, PassAtK] = nn.ModuleDict(passes)  # type: ignore[assignment]
         self.missing = [0] * len(sets)
 
     def update(self, dataset: int, verdicts: list[list[Verdict]]) -> None:
@@ -45,7 +46,9 @@ class ValidationMetrics(nn.Module):
     def compute(self, prefix: str) -> dict[str, float | Tensor]:
         """Scalars by tag: <prefix>/[<set>/]accuracy, …/accuracy_stderr, …/pass_at_<k>, …"""
         values: dict[str, float | Tensor] = {}
-        named = [(key, key.split("/", 1)[1], metric) for key, metric in self.terms.items()]
+        named: list[tuple[str, str, MeanWithError]] = [
+            (key, key.split("/", 1)[1], metric) for key, metric in self.terms.items()
+        ]
         named += [(key, f"pass_at_{metric.k}", metric) for key, metric in self.passes.items()]
         for key, term, metric in named:
             name = self.sets[int(key.split("/", 1)[0])]

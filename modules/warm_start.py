@@ -86,7 +86,7 @@ class WarmStart(Configurable, L.LightningModule):
         loss = -self._own_policy.score(batch, temperature=1.0).logp.sum() / tokens
         if not torch.isfinite(loss):
             raise RunError(
-                f"the loss of the warm start is {float(loss)} at step {self.global_step}: "
+                f"the loss of the warm start is {loss.item()} at step {self.global_step}: "
                 f"lower warm_start.peak_learning_rate ({self.peak_learning_rate})"
             )
         rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
@@ -97,7 +97,10 @@ class WarmStart(Configurable, L.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.peak_learning_rate, weight_decay=0.0)
         steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.peak_learning_rate, total_steps=int(steps) if 0 < steps < float("inf") else self.steps
+            optimizer,
+            self.peak_learning_rate,
+            total_steps=int(steps) if 0 < steps < float("inf") else self.steps,
+            pct_start=0.1,
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

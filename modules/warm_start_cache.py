@@ -64,7 +64,8 @@ class WarmStartCache:
             save_file(weights, part, metadata={"curve": json.dumps(curve)})
             part.replace(self.path)
         except (OSError, SafetensorError) as error:
-            part.unlink(missing_ok=True)
+            if part.is_file():
+                part.unlink()
             log.warning("the warm start could not be kept in %s (%s): the next run trains it again", self.path, error)
 
 

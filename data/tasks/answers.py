@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from ..errors import UsageError
+from ..errors import UsageError, nearest
 
 Extract = Literal["last_number", "answer_tags", "hashes", "boxed", "text"]
 
@@ -55,12 +55,18 @@ def extract(completion: str, how: Extract) -> Answer | None:
     return Answer(_clean_number(found) if how == "last_number" else found, (start, start + len(found)))
 
 
+def check_extract(how: str | None, option: str) -> None:
+    """Raise a UsageError for an unknown way to read an answer; None is none."""
+    if how is not None and how not in get_args(Extract):
+        raise UsageError(f"{option} is '{how}': {nearest(how, get_args(Extract))}")
+
+
 def check_readable(references: Iterable[str | None], how: Extract, source: str) -> None:
     """Raise a UsageError if `how` asks for numbers and not one of the references is a plain number."""
     known = [reference for reference in references if reference]
     if how == "last_number" and known and all(_decimal(reference) is None for reference in known):
         raise UsageError(
-            f"extract is 'last_number' but no answer of {source} is a number (the first is '{one_line(known[0], 40)}'): "
+            f"extract is 'last_number' but no answer of {source} is a number (the first: '{one_line(known[0], 40)}'): "
             "set data.task.extract to answer_tags, hashes, boxed or text"
         )
 

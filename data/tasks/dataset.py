@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.data_files import EmptyDatasetError
 
 from ..errors import UsageError, nearest
-from .answers import Extract, check_readable, extract, one_line, same_answer
+from .answers import Extract, check_extract, check_readable, extract, one_line, same_answer
 from .base import Split, Task, Verdict
 
 log = logging.getLogger(__name__)
@@ -33,11 +33,12 @@ class DatasetTask(Task):
 
     All columns of the data set are kept for reward callables; "prompt" (as the policy gets it) and "reference" (the
     bare answer) are added, over columns of these names if there are any. Rows without a question or an answer are left
-    out, and so are training rows whose prompt is in the validation split too; both are counted in `left_out` and logged.
+    out, and so are training rows whose prompt is in the validation split too; both are logged, and counted in
+    `left_out`.
 
     Args:
-        path: a name on the hub, a local folder (also one written by save_to_disk), or one or several .jsonl, .json, .csv
-            or .parquet files.
+        path: a name on the hub, a local folder (also one written by save_to_disk), or one or several .jsonl, .json,
+            .csv or .parquet files.
         name: the configuration of the data set, where it has several.
         train_split: the split to train on. Files are one split, "train".
         validation_split: the split to validate on; null holds `validation_share` of the training split out.
@@ -77,8 +78,8 @@ class DatasetTask(Task):
             raise UsageError(f"DatasetTask has prompt_template={prompt_template!r}: it must contain {{prompt}}")
         if validation_split == train_split:
             raise UsageError(
-                f"DatasetTask trains and validates on the split '{train_split}': name another validation_split, or set it "
-                "to null to hold out a share"
+                f"DatasetTask trains and validates on the split '{train_split}': name another validation_split, or "
+                "set it to null to hold out a share"
             )
         if not 0 < validation_share < 1:
             raise UsageError(f"DatasetTask has validation_share={validation_share}: give a share between 0 and 1")
@@ -96,9 +97,13 @@ class DatasetTask(Task):
         self.answer_column = answer_column
         self.prompt_template = prompt_template
         self.system_prompt = system_prompt
+        if convention not in _LENIENT:
+            raise UsageError(f"convention is '{convention}': {nearest(convention, _LENIENT)}")
         self.convention: Convention = convention
+        check_extract(extract, "extract")
+        check_extract(strict_extract, "strict_extract")
         self.extract: Extract = extract or _LENIENT[convention]
-        self.strict_extract = strict_extract
+        self.strict_extract: Extract | None = strict_extract
         self.limit = limit
         self.seed = seed
         self.left_out: dict[str, int] = {}
@@ -137,8 +142,8 @@ class DatasetTask(Task):
             self._leave_out("training rows whose prompt is in the validation split too", len(train) - len(kept))
         if not kept:
             raise UsageError(
-                f"every training prompt of {self.source} is in its split '{self.validation_split}' too: nothing is left "
-                "to train on; name another train_split or validation_split"
+                f"every training prompt of {self.source} is in its split '{self.validation_split}' too: nothing is "
+                "left to train on; name another train_split or validation_split"
             )
         check_readable(train["reference"], self.extract, self.source)
         return {"train": self._limited(train.select(kept)), "validation": self._limited(validation)}
@@ -208,8 +213,8 @@ class DatasetTask(Task):
         if isinstance(question, list):
             if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in question):
                 raise UsageError(
-                    f"column '{self.prompt_column}' of {self.source} holds lists that are no chat messages: give text, or "
-                    "messages with role and content"
+                    f"column '{self.prompt_column}' of {self.source} holds lists that are no chat messages: give text, "
+                    "or messages with role and content"
                 )
             if self.prompt_template is not None:
                 raise UsageError(
@@ -228,8 +233,8 @@ class DatasetTask(Task):
     def _reference(self, answer: Any) -> str | None:
         if isinstance(answer, list | dict):
             raise UsageError(
-                f"column '{self.answer_column}' of {self.source} holds a {type(answer).__name__}: give a column of text "
-                "or numbers"
+                f"column '{self.answer_column}' of {self.source} holds a {type(answer).__name__}: give a column of "
+                "text or numbers"
             )
         text = "" if answer is None else str(answer)
         how: dict[Convention, Extract] = {"plain": "text", "gsm8k": "hashes", "math": "boxed"}

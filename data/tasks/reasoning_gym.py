@@ -15,7 +15,7 @@ import numpy
 from datasets import Dataset
 
 from ..errors import RunError, UsageError, nearest
-from .answers import JUDGE_SECONDS, Answer, Extract, check_readable, extract, one_line, time_limit
+from .answers import JUDGE_SECONDS, Answer, Extract, check_extract, check_readable, extract, one_line, time_limit
 from .base import Split, Task, Verdict
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ HASH_SEEDED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ran
 class ReasoningGym(Task):
     """Any data set of reasoning-gym (https://github.com/open-thought/reasoning-gym), judged by its own scorer.
 
-    Terms: "score" is what the scorer says of the extracted answer (0 if there is none; many scorers give 0.01 or a share
-    for a wrong one); "accuracy" is 1 where the score is 1, else 0; "accuracy_strict" is the accuracy under
+    Terms: "score" is what the scorer says of the extracted answer (0 if there is none; many scorers give 0.01 or a
+    share for a wrong one); "accuracy" is 1 where the score is 1, else 0; "accuracy_strict" is the accuracy under
     `strict_extract`. The answer span is that of `extract`.
 
     An answer that makes the scorer raise is wrong if the scorer can score the reference answer; if it cannot, or takes
@@ -79,6 +79,8 @@ class ReasoningGym(Task):
         self.seed = seed
         self.system_prompt = system_prompt
         self.question_format = question_format
+        check_extract(extract, "extract")
+        check_extract(strict_extract, "strict_extract")
         self.extract: Extract = extract
         self.strict_extract: Extract | None = strict_extract
         self._scorer = self._dataset(10)
@@ -118,8 +120,8 @@ class ReasoningGym(Task):
     def _rows(self) -> dict[Split, list[dict[str, Any]]]:
         if self.name in HASH_SEEDED and os.environ.get("PYTHONHASHSEED", "random") == "random":
             log.warning(
-                "the questions of reasoning-gym's '%s' differ from process to process: set PYTHONHASHSEED=0 before a run "
-                "that is to be repeated or resumed",
+                "the questions of reasoning-gym's '%s' differ from process to process: set PYTHONHASHSEED=0 before a "
+                "run that is to be repeated or resumed",
                 self.name,
             )
         wanted = self.train_prompts + self.validation_prompts
@@ -132,7 +134,7 @@ class ReasoningGym(Task):
                     entry = dataset[index]
                 except Exception as error:
                     raise RunError(
-                        f"reasoning-gym's '{self.name}' failed on its row {index} ({one_line(error)}): change its options"
+                        f"reasoning-gym's '{self.name}' failed on row {index} ({one_line(error)}): change its options"
                     ) from error
                 rows.setdefault(entry["question"], self._row(entry))
                 if len(rows) == wanted:

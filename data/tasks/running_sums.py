@@ -19,9 +19,9 @@ class RunningSums(Task):
     Source: ours.
 
     Steps: every step ends with `;`. What follows the last `;` belongs to the last step; a completion without any `;` is
-    one step; an empty one has none. Step j is right (1.0) if and only if its text is exactly the prompt's j-th equation:
-    the true running sum, the next term, the true result. A step after a wrong one is therefore wrong unless it starts
-    from the true sum again, and so is every step beyond the true number of steps.
+    one step; an empty one has none. Step j is right (1.0) if and only if its text is exactly the prompt's j-th
+    equation: the true running sum, the next term, the true result. A step after a wrong one is therefore wrong unless
+    it starts from the true sum again; steps beyond the true number of steps are wrong.
 
     Answer: the result of the last step. A completion that does not end in a well-formed step (`digit+digit=digit;`)
     has no answer and is wrong. "accuracy" asks for the answer alone: a shortcut to the right result is right, and its
@@ -47,15 +47,17 @@ class RunningSums(Task):
         seed: int = 0,
     ) -> None:
         if not 2 <= min_terms <= max_terms:
-            raise UsageError(f"RunningSums has min_terms={min_terms}, max_terms={max_terms}: 2 <= min_terms <= max_terms")
+            raise UsageError(
+                f"RunningSums has min_terms={min_terms}, max_terms={max_terms}: 2 <= min_terms <= max_terms"
+            )
         for name, value in (("train_prompts", train_prompts), ("validation_prompts", validation_prompts)):
             if value < 1:
                 raise UsageError(f"RunningSums has {name}={value}: give at least 1")
         existing = sum(10**terms for terms in range(min_terms, max_terms + 1))
         if train_prompts + validation_prompts > existing:
             raise UsageError(
-                f"RunningSums is asked for {train_prompts} training and {validation_prompts} validation prompts, but only "
-                f"{existing} different ones have {min_terms} to {max_terms} terms: ask for fewer or raise max_terms"
+                f"RunningSums is asked for {train_prompts} training and {validation_prompts} validation prompts, but "
+                f"only {existing} different ones have {min_terms} to {max_terms} terms: ask for fewer or more terms"
             )
         self.lengths = range(min_terms, max_terms + 1)
         self.train_prompts = train_prompts

@@ -5,11 +5,12 @@ import time
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.data import DataLoader
+
 from apportion.data.batch import RolloutBatch
 from apportion.data.budget import BudgetCounter
 from apportion.modules.metrics import MeanWithError
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.data import DataLoader
 
 GROUP, PROMPTS = 4, 2
 

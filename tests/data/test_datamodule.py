@@ -84,7 +84,8 @@ def test_prompt_batches_go_on_where_they_were():
 def test_the_position_is_counted_before_the_last_batch_is_given_out():
     order = PromptBatches(prompts=4, batch_size=2, seed=0)
     batches = iter(order)
-    next(batches), next(batches)
+    next(batches)
+    next(batches)
     assert order.position == 2  # a sized loader never asks for more
 
 

@@ -89,7 +89,11 @@ def test_a_pretrained_model_from_a_package(capfd):
     assert ends[-1] == len(text) == len(policy.decode(ids))
     pieces = [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     assert "".join(pieces) == text
-    assert all("\ufffd" in piece or piece == part for piece, part in zip(policy.token_strings(ids), pieces, strict=True) if part and "🎉" not in part)
+    assert all(
+        "\ufffd" in piece or piece == part
+        for piece, part in zip(policy.token_strings(ids), pieces, strict=True)
+        if part and "🎉" not in part
+    )
 
 
 def folder_with(tmp_path, *names):

@@ -1,0 +1,200 @@
+"""The command `apportion`: fit, validate, test and predict by the Lightning CLI, and list."""
+
+import importlib.metadata
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+import apportion
+import apportion.algorithms  # short class names are those of imported classes
+from apportion.callbacks import (
+    BestAndLast,
+    BudgetLimit,
+    CreditHeatmap,
+    FitSummary,
+    Hyperparameters,
+    PredictionWriter,
+    Progress,
+    Samples,
+    ScalarLayout,
+    StartingPoint,
+    Throughput,
+)
+from apportion.data import RolloutDataModule, RunError, UsageError
+from apportion.data.errors import nearest
+from apportion.modules import PolicyGradient
+
+from .listing import list_command
+from .messages import one_line
+from .overlays import Overlay, configs_first
+
+HELP = """\
+usage: apportion COMMAND [OPTIONS]
+
+Reinforcement learning of language models, seen through credit assignment.
+
+commands:
+  fit        train a policy
+  validate   measure a policy on the validation prompts
+  test       the same, logged under test/
+  predict    write completions with verdicts and per-token advantages as JSON lines
+  list       every method: name, paper, needs, cost   (--json)
+
+A run is put together from overlays; a name like tasks/running_sums is a file that comes with apportion. Options on the
+command line win over overlays, and later overlays over earlier ones:
+
+  apportion fit --config experiments/demo
+  apportion fit --config tasks/running_sums --config models/tiny --config algorithms/rloo --data.group_size 4
+  apportion predict --config experiments/demo --ckpt_path runs/demo/version_0/checkpoints/last.ckpt
+
+apportion COMMAND --help shows every option; --model.estimator.help=GroupMean those of one class.
+"""
+RUN_COMMANDS = ("fit", "validate", "test", "predict")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command. Returns 0, 1 for a failure while running, 2 for a request that is wrong."""
+    words = list(sys.argv[1:] if args is None else args)
+    try:
+        _dispatch(words)
+    except UsageError as error:
+        return _failed(error, 2)
+    except RunError as error:
+        return _failed(error, 1)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def _failed(error: Exception, status: int) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def _dispatch(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+    elif words[0] == "--version":
+        print(f"apportion {apportion.__version__}")
+    elif words[0] == "list":
+        list_command(words[1:])
+    elif words[0] in RUN_COMMANDS:
+        _quiet()
+        load_plugins()
+        Command(words)
+    else:
+        raise UsageError(f"there is no command '{words[0]}': {nearest(words[0], [*RUN_COMMANDS, 'list'])}")
+
+
+def load_plugins() -> None:
+    """Import what other packages registered under the entry-point group `apportion.plugins`."""
+    for entry in importlib.metadata.entry_points(group="apportion.plugins"):
+        entry.load()
+
+
+def _quiet() -> None:
+    """What Lightning and PyTorch say about themselves, and nobody can act on."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for message in ("does not have many workers", "isinstance\\(treespec", "args parameter is intended"):
+        warnings.filterwarnings("ignore", message=f".*{message}")
+
+
+class Parser(LightningArgumentParser):
+    """A parser without abbreviated options, whose errors are one line."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        usage = "apportion fit|validate|test|predict [--config OVERLAY]... [--OPTION VALUE]..."
+        super().__init__(*args, **{**options, "allow_abbrev": False, "usage": usage})
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        raise UsageError(one_line(message, self))
+
+
+class SaveConfig(SaveConfigCallback):
+    """config.yaml in the run's folder, every value resolved, and the same as a text in TensorBoard."""
+
+    def save_config(self, trainer: Any, pl_module: Any, stage: Any) -> None:
+        text = self.parser.dump(self.config, skip_none=False)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("config", f"```yaml\n{text}\n```")
+
+
+class Command(LightningCLI):
+    """fit, validate, test and predict."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.command = words[0]
+        super().__init__(
+            PolicyGradient,
+            RolloutDataModule,
+            args=[words[0], *configs_first(words[1:])],
+            parser_class=Parser,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfig if self.command == "fit" else None,
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={
+                "callbacks": default_callbacks(self.command),
+                "log_every_n_steps": 1,
+                "num_sanity_val_steps": -1,  # the whole validation before the first step: where the curves start
+                "use_distributed_sampler": False,
+                "enable_model_summary": False,
+            },
+        )
+
+    def init_parser(self, **options: Any) -> LightningArgumentParser:
+        parser = self.parser_class(**{"dump_header": [f"apportion {apportion.__version__}"], **options})
+        parser.add_argument(
+            "-c",
+            "--config",
+            action=Overlay,
+            help="an overlay: a YAML file, or the name of one that comes with apportion",
+        )
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--name", type=str, default="run", help="the run lies in runs/<name>/version_k")
+        parser.add_lightning_class_args(BudgetLimit, "budget")
+        parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    def _parse_ckpt_path(self) -> None:
+        """The configuration decides, never the checkpoint's hyper-parameters: a changed option must not be ignored."""
+        path = self.config[self.command].get("ckpt_path")
+        if path is not None and path not in ("best", "last") and not Path(path).is_file():
+            raise UsageError(f"ckpt_path is '{path}', a file that does not exist: give a .ckpt file, 'last' or 'best'")
+
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        config = self.config[self.command]
+        config.model.micro_batch_tokens = self.model.micro_batch_tokens  # config.yaml holds what was resolved
+
+    def instantiate_trainer(self, **options: Any) -> Any:
+        if self._get(self.config_init, "trainer").get("logger") in (None, True):
+            name = self._get(self.config_init, "name")
+            options["logger"] = TensorBoardLogger("runs", name=name, default_hp_metric=False)
+        return super().instantiate_trainer(**options)
+
+
+def default_callbacks(command: str) -> list[Callback]:
+    """What watches a run unless told otherwise; `--trainer.callbacks+=…` adds to it."""
+    if command == "fit":
+        return [
+            Progress(),
+            StartingPoint(),
+            Throughput(),
+            Samples(),
+            CreditHeatmap(),
+            ScalarLayout(),
+            Hyperparameters(),
+            BestAndLast(),
+            FitSummary(),
+        ]
+    return [Progress(), PredictionWriter()] if command == "predict" else [Progress()]

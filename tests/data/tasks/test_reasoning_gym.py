@@ -1,0 +1,187 @@
+import json
+import random
+import time
+
+import numpy
+import pytest
+
+from apportion.data import ReasoningGym, UsageError
+from apportion.data.tasks import reasoning_gym as module
+
+SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+
+
+def chain_sum(**options) -> ReasoningGym:
+    return ReasoningGym("chain_sum", SUMS, **{"train_prompts": 60, "validation_prompts": 20, **options})
+
+
+def test_prompts_are_deterministic_distinct_and_disjoint():
+    task, again = chain_sum(seed=5), chain_sum(seed=5)
+    train, validation = task.prompts("train"), task.prompts("validation")
+    assert train.to_dict() == again.prompts("train").to_dict()
+    assert validation.to_dict() == again.prompts("validation").to_dict()
+    assert len(set(train["question"])) == 60
+    assert len(set(validation["question"])) == 20
+    assert not set(train["question"]) & set(validation["question"])
+    assert chain_sum(seed=6, train_prompts=61).prompts("validation")["question"][:] != validation["question"][:]
+
+
+def test_more_training_prompts_leave_the_validation_prompts_as_they_are():
+    assert chain_sum().prompts("validation").to_dict() == chain_sum(train_prompts=90).prompts("validation").to_dict()
+
+
+def test_neighbouring_seeds_share_few_questions():
+    """reasoning-gym seeds row i with seed + i."""
+    options = {"options": {"min_digits": 6, "max_digits": 6}, "train_prompts": 40, "validation_prompts": 1}
+    one, two = (ReasoningGym("chain_sum", seed=seed, **options).prompts("train")["question"] for seed in (0, 1))
+    assert not set(one) & set(two)
+
+
+def test_too_few_distinct_questions_is_an_error_of_one_line():
+    task = ReasoningGym("coin_flip", {"min_trials": 3, "max_trials": 3}, train_prompts=200, validation_prompts=50)
+    with pytest.raises(
+        UsageError, match=r"'coin_flip' gave \d+ different questions in 2600 draws, but 250 are"
+    ) as error:
+        task.prompts("train")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "chain_sums"}, "no data set 'chain_sums': did you mean chain_sum"),
+        ({"name": "chain_sum", "options": {"min_term": 2}}, "has no option 'min_term': did you mean min_terms"),
+        ({"name": "chain_sum", "options": {"seed": 2}}, "the task sets it"),
+        ({"name": "chain_sum", "options": {"min_terms": 3, "max_terms": 2}}, "refuses the options"),
+        ({"name": "chain_sum", "strict_extract": "boxd"}, "strict_extract is 'boxd': did you mean boxed"),
+        ({"name": "chain_sum", "train_prompts": 0}, "train_prompts=0"),
+        ({"name": "chain_sum", "question_format": "Solve it."}, "must contain {question}"),
+        ({"name": "composite", "options": {"datasets": [{"nam": "chain_sum"}]}}, "give a list of {name, weight"),
+    ],
+)
+def test_wrong_requests_are_errors_of_one_line(arguments, message):
+    with pytest.raises(UsageError, match=message) as error:
+        ReasoningGym(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_an_extractor_that_cannot_read_the_answers_is_an_error():
+    task = ReasoningGym("word_sorting", train_prompts=5, validation_prompts=2, extract="last_number")
+    with pytest.raises(UsageError, match="no answer of 'word_sorting' is a number"):
+        task.prompts("train")
+
+
+def test_prompt_is_text_or_chat_messages():
+    plain = chain_sum(question_format="Q: {question}\nA:").prompts("train")[0]
+    assert plain["prompt"] == f"Q: {plain['question']}\nA:"
+    chat = chain_sum(system_prompt="Be brief.").prompts("train")[0]
+    assert chat["prompt"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": chat["question"]},
+    ]
+
+
+def test_own_scorer_under_the_lenient_and_the_strict_extractor():
+    task = chain_sum(strict_extract="answer_tags")
+    row = task.prompts("train")[0]
+    right = row["answer"]
+    wrong = str(int(right) + 1)
+    v = task.verify(f"It is <answer>{right}</answer>", row)
+    assert v.terms == {"accuracy": 1.0, "score": 1.0, "accuracy_strict": 1.0}
+    assert v.answer_span == (14, 14 + len(right))
+    assert task.verify(f"It is {right}.", row).terms == {"accuracy": 1.0, "score": 1.0, "accuracy_strict": 0.0}
+    assert task.verify(f"<answer>{wrong}</answer> not {right}", row).terms["accuracy_strict"] == 0.0
+    v = task.verify("I do not know", row)
+    assert v.terms == {"accuracy": 0.0, "score": 0.0, "accuracy_strict": 0.0}
+    assert v.answer_span is None
+
+
+def test_partial_credit_of_a_scorer_is_no_accuracy():
+    """power_function gives 0.01 for any answer that it can read."""
+    task = ReasoningGym("power_function", train_prompts=3, validation_prompts=1)
+    v = task.verify("123456789", task.prompts("train")[0])
+    assert v.terms == {"accuracy": 0.0, "score": 0.01}
+
+
+def test_an_answer_that_the_scorer_cannot_read_is_wrong():
+    """prime_factorization raises ValueError on anything but numbers and ×."""
+    task = ReasoningGym("prime_factorization", train_prompts=3, validation_prompts=1, extract="text")
+    row = task.prompts("train")[0]
+    assert task.verify("two times three", row).terms == {"accuracy": 0.0, "score": 0.0}
+    assert task.verify(row["answer"], row).terms == {"accuracy": 1.0, "score": 1.0}
+
+
+def test_a_scorer_that_fails_on_the_reference_too_raises(monkeypatch):
+    task = chain_sum()
+    row = task.prompts("train")[0]
+
+    def broken(answer, entry):
+        raise KeyError("metadata")
+
+    monkeypatch.setattr(task._scorer, "score_answer", broken)
+    with pytest.raises(KeyError):
+        task.verify("5", row)
+
+
+def test_a_scorer_that_hangs_is_stopped(monkeypatch):
+    task = chain_sum()
+    row = task.prompts("train")[0]
+    monkeypatch.setattr(module, "JUDGE_SECONDS", 0.05)
+    monkeypatch.setattr(task._scorer, "score_answer", lambda answer, entry: time.sleep(60))
+    with pytest.raises(TimeoutError, match="the scorer of 'chain_sum' took longer than"):
+        task.verify("5", row)
+
+
+def test_metadata_survives_json_exactly():
+    """Scorers compare tuples; JSON has only lists."""
+    value = {"a": (1, [2, (3,)]), "b": {1: "x", (0, 1): None}, "c": numpy.int64(4), "d": {}}
+    packed = json.loads(json.dumps(module._pack(value), default=module._no_numpy))
+    assert module._unpack(packed) == {**value, "c": 4}
+
+
+def test_rearc_scores_its_own_answer():
+    """Its scorer compares with tuples of tuples in the metadata."""
+    task = ReasoningGym("rearc", train_prompts=2, validation_prompts=1, extract="text")
+    row = task.prompts("train")[0]
+    assert task.verify(row["answer"], row).terms["accuracy"] == 1.0
+
+
+def test_generating_neither_uses_nor_changes_the_global_generators():
+    """list_functions draws from `random`, pool_matrix seeds numpy."""
+    for name in ("list_functions", "pool_matrix"):
+        options = {"train_prompts": 6, "validation_prompts": 2, "extract": "text"}
+        random.seed(1)
+        numpy.random.seed(1)
+        before = random.getstate(), repr(numpy.random.get_state())
+        one = ReasoningGym(name, **options).prompts("train").to_dict()
+        assert (random.getstate(), repr(numpy.random.get_state())) == before
+        random.seed(2)
+        assert ReasoningGym(name, **options).prompts("train").to_dict() == one
+
+
+def test_a_composite_of_two():
+    parts = [{"name": "chain_sum", "weight": 1.0, "config": SUMS}, {"name": "gcd", "weight": 1.0, "config": {}}]
+    task = ReasoningGym("composite", {"datasets": parts}, train_prompts=20, validation_prompts=4)
+    rows = task.prompts("train")
+    assert {json.loads(row["metadata"])["source_dataset"] for row in rows} == {"chain_sum", "gcd"}
+    assert all(task.verify(row["answer"], row).terms["accuracy"] == 1.0 for row in rows)
+
+
+def test_data_sets_that_depend_on_the_hash_seed_are_warned_of(monkeypatch, caplog):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    ReasoningGym("ransom_note", train_prompts=2, validation_prompts=1, extract="text").prompts("train")
+    assert "set PYTHONHASHSEED=0" in caplog.text
+    caplog.clear()
+    chain_sum().prompts("train")
+    assert not caplog.records
+
+
+@pytest.mark.slow
+def test_every_data_set_gives_prompts_and_accepts_its_own_answers():
+    from reasoning_gym.factory import DATASETS
+
+    for name in sorted(set(DATASETS) - {"composite"}):
+        task = ReasoningGym(name, train_prompts=3, validation_prompts=1, extract="text")
+        for row in task.prompts("train"):
+            if row["answer"] is not None:
+                assert task.verify(row["answer"], row).terms["accuracy"] == 1.0, name
