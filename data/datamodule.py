@@ -14,7 +14,7 @@ from .batch import RolloutBatch
 from .budget import BudgetCounter
 from .configurable import Configurable
 from .errors import RunError, UsageError
-from .rewards import Reward, TaskVerdict, combine, verify_all
+from .rewards import Reward, TaskVerdict, check_rewards, combine, verify_all
 from .sampler import Limits, PolicyLike, Purpose, Sampler, Samples
 from .schemes import Direct, RolloutRequest, RolloutScheme
 from .tasks.base import Split, Task, Verdict
@@ -124,7 +124,8 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
         self.sampler = sampler
         self.group_size = group_size
         self.prompts_per_step = prompts_per_step
-        self.rewards = [reward] if isinstance(reward, Reward) else reward or [TaskVerdict()]
+        self.rewards = [TaskVerdict()] if reward is None else [reward] if isinstance(reward, Reward) else reward
+        check_rewards(self.rewards)
         self.scheme = scheme or Direct()
         self.truncated: Truncated = truncated
         self.truncation_penalty = truncation_penalty

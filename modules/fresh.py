@@ -12,7 +12,7 @@ from ..data.errors import UsageError
 
 # Standard deviations of the initial weights. transformers' 0.02 is made for widths in the thousands; in a model this
 # narrow it leaves attention flat, and sums are not learnt within a few hundred steps.
-MATRIX_STD, EMBEDDING_STD = 0.05, 0.2
+MATRIX_STD, EMBEDDING_STD = 0.06, 0.5
 PAD, END, UNKNOWN = SPECIAL = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 

@@ -21,6 +21,7 @@ from ..data.batch import RolloutBatch
 from ..data.configurable import Configurable, describe
 from ..data.datamodule import RolloutDataModule
 from ..data.errors import RunError, UsageError
+from .checkpoint import KEY, saved_state
 from .credit import assign_credit, credit_needs
 from .losses import loss_terms
 from .memory import resolve_micro_batch_tokens
@@ -317,14 +318,14 @@ class PolicyGradient(Configurable, L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["apportion"] = {
+        checkpoint[KEY] = {
             "rollout_step": self.rollout_step,
             "policy_version": self.policy.version,
             "micro_batch_tokens": self.micro_batch_tokens,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["apportion"]
+        state = saved_state(checkpoint, self.state_dict())
         self.rollout_step = state["rollout_step"]
         self.policy.version = state["policy_version"]
         if self.chooses_micro_batch:
