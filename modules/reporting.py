@@ -59,6 +59,9 @@ def rollout_metrics(rollouts: RolloutBatch, totals: Totals, reduce_sum: Callable
     for name, values in rollouts.reward_terms.items():
         known = ~values.isnan()
         sums[f"train/reward_terms/{name}"] = (torch.where(known, values, 0.0).double().sum(), known.sum())
+    if rollouts.advantages is not None:  # rollouts that move the policy at all: ε-effective of 2606.29238, with ε = 0
+        effective = (torch.where(mask, rollouts.advantages, 0.0) != 0).any(1)
+        sums["credit/effective_rollouts"] = (effective.sum(), len(rollouts))
     if rollouts.entropy is not None:
         sums["train/entropy"] = (torch.where(mask, rollouts.entropy, 0.0).double().sum(), mask.sum())
     names = {"grad_norm": "train/grad_norm", "kl": "train/kl", "ratio_clipped": "train/ratio_clipped"}
