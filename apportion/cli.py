@@ -166,9 +166,17 @@ class Command(LightningCLI):
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
     def _parse_ckpt_path(self) -> None:
-        """The configuration decides, never the checkpoint's hyper-parameters: a changed option must not be ignored."""
-        path = self.config[self.command].get("ckpt_path")
-        if path is not None and path not in ("best", "last") and not Path(path).is_file():
+        """The configuration decides, never the checkpoint's hyper-parameters: a changed option must not be ignored.
+        'last' and 'best' are those of the newest run of this name."""
+        config = self.config[self.command]
+        path = config.get("ckpt_path")
+        if path in ("last", "best"):
+            runs = Path("runs") / config.name
+            found = sorted(runs.glob(f"version_*/checkpoints/{path}.ckpt"), key=lambda file: file.stat().st_mtime)
+            if not found:
+                raise UsageError(f"ckpt_path is '{path}', but no run in {runs} has a checkpoint yet: give a .ckpt file")
+            config.ckpt_path = str(found[-1])
+        elif path is not None and not Path(path).is_file():
             raise UsageError(f"ckpt_path is '{path}', a file that does not exist: give a .ckpt file, 'last' or 'best'")
 
     def instantiate_classes(self) -> None:
