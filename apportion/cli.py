@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import sys
 import warnings
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def _dispatch(words: list[str]) -> None:
         list_command(words[1:])
     elif words[0] in RUN_COMMANDS:
         _quiet()
+        sys.path.append(str(Path.cwd()))  # a class or reward function of the user's own may lie here
         load_plugins()
         Command(words)
     else:
@@ -178,9 +180,16 @@ class Command(LightningCLI):
             config.ckpt_path = str(found[-1])
         elif path is not None and not Path(path).is_file():
             raise UsageError(f"ckpt_path is '{path}', a file that does not exist: give a .ckpt file, 'last' or 'best'")
+        elif path is not None and not zipfile.is_zipfile(path):
+            raise UsageError(f"ckpt_path is '{path}', which is no checkpoint, or half of one: give another .ckpt file")
 
     def instantiate_classes(self) -> None:
-        super().instantiate_classes()
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            if (request := cause(error)) is not None:  # jsonargparse wraps what a constructor says
+                raise request from error
+            raise
         config = self.config[self.command]
         config.model.micro_batch_tokens = self.model.micro_batch_tokens  # config.yaml holds what was resolved
 
@@ -189,6 +198,13 @@ class Command(LightningCLI):
             name = self._get(self.config_init, "name")
             options["logger"] = TensorBoardLogger("runs", name=name, default_hp_metric=False)
         return super().instantiate_trainer(**options)
+
+
+def cause(error: BaseException | None) -> UsageError | RunError | None:
+    """The UsageError or RunError that an exception was made of, if any."""
+    while error is not None and not isinstance(error, UsageError | RunError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def default_callbacks(command: str) -> list[Callback]:

@@ -55,6 +55,9 @@ def _unknown_nested(message: str, parser: Any) -> str | None:
     option = re.search(r"Option '([^']+)' is not accepted", message)
     if option is None:
         return None
+    if option.end() == len(message):  # said by the parser of a class: its options are all that there are
+        known = sorted(name.removeprefix("--") for name in _options(parser) - {"--help", "--config", "--print_config"})
+        return f"has no option '{option[1]}': " + (nearest(option[1], known) if known else "it has none at all")
     classes = re.findall(r"class_path=?\s?'([^']+)'", message[: option.end()] + message[option.end() :])
     before = re.findall(r"class_path '([^']+)'", message[: option.start()])
     owner = _imported((before or classes)[-1]) if before or classes else None
@@ -120,7 +123,10 @@ def _wrong_value(message: str, parser: Any) -> str | None:
 
 
 def _options(parser: Any) -> set[str]:
-    return {o for o in parser._option_string_actions if o.startswith("--") and not o.endswith((".help", "+"))}
+    """Of a parser and of its subcommand's."""
+    commands = getattr(getattr(parser, "_subcommands_action", None), "choices", None) or {}
+    own = {o for o in parser._option_string_actions if o.startswith("--") and not o.endswith((".help", "+"))}
+    return own.union(*(_options(command) for command in commands.values()))
 
 
 def _key(message: str) -> str:
@@ -129,8 +135,10 @@ def _key(message: str) -> str:
 
 
 def _flat(message: str) -> str:
+    """A nested message on one line, its keys joined: 'model.estimator has no option …'."""
     parts = [part.strip().removeprefix("- ") for part in message.splitlines()]
-    return " ".join(part for part in parts if part)
+    line = " ".join(part for part in parts if part)
+    return re.sub(r'^Parser key "([^"]+)":\s*', r"\1 ", re.sub(r'^Parser key "config":\s*', "", line))
 
 
 def _allowed(expected: str) -> Iterator[str]:

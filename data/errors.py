@@ -13,9 +13,10 @@ class RunError(RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str], most: int = 2) -> str:
-    """The end of an error about an unknown name: the nearest known ones (at most `most`), else all of them."""
+    """The end of an error about an unknown name: the nearest known ones (at most `most`); all if they are few."""
     known = sorted(known)
     matches = difflib.get_close_matches(word, known, n=most, cutoff=0.5)
     if matches:
-        return f"did you mean {' or '.join(matches)}?"
+        rest = [name for name in known if name not in matches] if len(known) <= 8 else []
+        return f"did you mean {' or '.join(matches)}?" + (f" (also known: {', '.join(rest)})" if rest else "")
     return f"known: {', '.join(known)}" if len(known) <= 30 else "see --help"

@@ -23,8 +23,6 @@ from .loading import DType, load
 from .split_model import SplitModel, check_against_own_forward
 from .text import ChatTemplate, TextCodec
 
-DEFAULT_FRESH = FreshModel()
-
 
 @dataclass
 class Scores:
@@ -51,7 +49,7 @@ class Policy(Configurable, nn.Module):
         model: "fresh" (a small new model with a character tokenizer), a hub name, a local folder, or "package:NAME"
             for the folder of an installed Python package.
         gguf_file: name of a GGUF file in that place, for models that come as one.
-        fresh: size and seed of a fresh model.
+        fresh: size and seed of a fresh model; two layers of width 128 unless given.
         dtype: of the weights: float32, bfloat16, float64, or auto (as they were saved).
         attention: attention implementation of transformers: sdpa, eager, flash_attention_2, ...
         gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
@@ -70,7 +68,7 @@ class Policy(Configurable, nn.Module):
         self,
         model: str = "fresh",
         gguf_file: str | None = None,
-        fresh: FreshModel = DEFAULT_FRESH,
+        fresh: FreshModel | None = None,
         dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
@@ -85,9 +83,9 @@ class Policy(Configurable, nn.Module):
     ) -> None:
         super().__init__()
         check_distribution(temperature, top_k, top_p)
-        if model != "fresh" and fresh != DEFAULT_FRESH:
+        if model != "fresh" and fresh is not None:
             raise UsageError(f"policy.fresh was given, but policy.model is '{model}': it is for model 'fresh' only")
-        self.model, self.tokenizer = load(model, gguf_file, fresh, dtype, attention, trust_remote_code)
+        self.model, self.tokenizer = load(model, gguf_file, fresh or FreshModel(), dtype, attention, trust_remote_code)
         self.text = TextCodec(
             self.tokenizer, end_tokens, self.model.generation_config.eos_token_id, chat_template, model
         )
