@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import os
 import sys
 import warnings
 import zipfile
@@ -69,6 +70,8 @@ def main(args: Sequence[str] | None = None) -> int:
         return _failed(error, 2)
     except RunError as error:
         return _failed(error, 1)
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0

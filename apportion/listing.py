@@ -40,7 +40,7 @@ def list_command(words: Sequence[str]) -> None:
         except ImportError as error:
             raise UsageError(f"the module '{module}' cannot be imported ({error}): give an importable name") from error
     rows = list(entries())
-    print(json.dumps(rows, indent=2) if options.json else table(rows))
+    print(json.dumps(rows, indent=2) if options.json else table(rows), flush=True)
 
 
 def entries() -> Iterator[dict[str, Any]]:

@@ -1,0 +1,137 @@
+"""The command end to end on a tiny model: every combination by a flag, and what a run leaves behind."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import yaml
+
+from apportion.cli import main
+from apportion.data.tasks import RunningSums
+
+TINY = [
+    "--config=tasks/running_sums",
+    "--data.task.max_terms=3",
+    "--data.task.train_prompts=100",
+    "--data.task.validation_prompts=4",
+    "--config=algorithms/grpo",
+    "--data.sampler=GenerateSampler",
+    "--model.policy=Policy",
+    "--model.policy.fresh={layers: 1, width: 16, heads: 2}",
+    "--model.policy.max_completion_tokens=8",
+    "--data.group_size=2",
+    "--data.prompts_per_step=2",
+    "--data.validation.prompts=4",
+    "--trainer.accelerator=cpu",
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=1",
+]
+ESTIMATORS = [
+    ["GroupMean"],
+    ["LeaveOneOut"],
+    ["OptimalBaseline", "--model.estimator.weight=logit_norm"],
+    ["OutcomeReshaped"],
+    ["StepLevel"],
+]
+KL = [None, "k1_reward", "k1_coefficient", "k2_loss", "k3_loss"]
+COMBINATIONS = list(itertools.product(ESTIMATORS, ["Reinforce", "Clipped"], KL))
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def learnable(tmp_path):
+    """Options for a reward that an untrained model gets now and then: a function in the current folder."""
+    code = "def checksum(prompts, completions, **columns):\n    return [sum(map(ord, c)) % 7 for c in completions]\n"
+    (tmp_path / "my_reward.py").write_text(code)
+    return ["--data.reward=CallableReward", "--data.reward.function=my_reward.checksum"]
+
+
+def latest(tmp_path):
+    return sorted(tmp_path.glob("runs/run/version_*"))[-1]
+
+
+def weights(checkpoint):
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def run_combination(estimator, objective, kl):
+    words = [f"--model.estimator={estimator[0]}", *estimator[1:], f"--model.objective={objective}"]
+    if kl is not None:
+        words += ["--model.kl=KLPenalty", f"--model.kl.form={kl}", "--model.kl.coefficient=0.1"]
+    assert main(["fit", *[w for w in TINY if "grpo" not in w], *words]) == 0
+
+
+@pytest.mark.parametrize(("estimator", "objective", "kl"), COMBINATIONS[::7], ids=str)
+def test_combinations_run_by_a_flag(estimator, objective, kl):
+    run_combination(estimator, objective, kl)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("estimator", "objective", "kl"), COMBINATIONS, ids=str)
+def test_all_combinations_run_by_a_flag(estimator, objective, kl):
+    run_combination(estimator, objective, kl)
+
+
+def test_what_a_run_leaves_can_be_used_again(tmp_path, capsys, learnable):
+    tiny = [*TINY, *learnable]
+    assert main(["fit", *tiny, "--trainer.limit_train_batches=2"]) == 0
+    run = latest(tmp_path)
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert isinstance(config["model"]["micro_batch_tokens"], int)
+    assert (run / "samples.jsonl").read_text().count("\n") >= 1
+    assert "`weights_only`" not in capsys.readouterr().err
+
+    # the written configuration is the run: the same weights once more
+    assert main(["fit", "--config", str(run / "config.yaml")]) == 0
+    again = weights(latest(tmp_path) / "checkpoints" / "last.ckpt")
+    assert latest(tmp_path) != run
+    assert all(torch.equal(value, again[name]) for name, value in weights(checkpoint).items())
+
+    # and it goes on from a checkpoint to the same end as without a stop
+    assert main(["fit", *tiny, "--trainer.limit_train_batches=4", "--name=whole"]) == 0
+    assert main(["fit", *tiny, "--trainer.limit_train_batches=4", f"--ckpt_path={checkpoint}"]) == 0
+    resumed = weights(latest(tmp_path) / "checkpoints" / "last.ckpt")
+    whole = weights(tmp_path / "runs" / "whole" / "version_0" / "checkpoints" / "last.ckpt")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert any(not torch.equal(value, resumed[name]) for name, value in weights(checkpoint).items())
+
+    for command in ("validate", "test"):
+        assert main([command, *tiny, f"--ckpt_path={checkpoint}"]) == 0
+        assert "accuracy" in capsys.readouterr().out
+
+
+def test_predictions(tmp_path):
+    assert main(["fit", *TINY]) == 0
+    assert main(["predict", *TINY, "--ckpt_path=last"]) == 0
+    rows = [
+        json.loads(line) for file in tmp_path.glob("**/predictions*.jsonl") for line in file.read_text().splitlines()
+    ]
+    prompts = RunningSums(max_terms=3, train_prompts=100, validation_prompts=4).prompts("validation")["prompt"]
+    assert len(rows) == 4 * 2  # validation prompts, a group each
+    for row in rows:
+        assert row["prompt"] in prompts
+        assert len(row["advantages"]) == len(row["tokens"]) <= 8
+        assert "".join(row["tokens"]).startswith(row["completion"])
+        assert row["reward"] in (0.0, 1.0)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        assert main(["fit", *TINY, f"--name={name}", f"--seed_everything={seed}"]) == 0
+    a, b, c = (
+        json.dumps([json.loads(x)["completion"] for x in (tmp_path / f"runs/{n}/version_0/samples.jsonl").open()])
+        for n in "abc"
+    )
+    assert a == b != c
+
+
+def test_a_budget_stops_a_fit(tmp_path):
+    assert main(["fit", *TINY, "--trainer.limit_train_batches=20", "--budget.completions=12"]) == 0
+    state = torch.load(latest(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["apportion"]["rollout_step"] == 3
