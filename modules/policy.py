@@ -20,7 +20,7 @@ from ..data.errors import UsageError
 from ..data.sampler import Limits, Purpose
 from .fresh import FreshModel
 from .loading import DType, load
-from .split_model import SplitModel, check_against_own_forward
+from .split_model import SplitModel
 from .text import ChatTemplate, TextCodec
 
 
@@ -102,7 +102,7 @@ class Policy(Configurable, nn.Module):
             recompute_activations(self.model, model)
         self.version = 0
         self.split = SplitModel(self.model, model)
-        check_against_own_forward(self, model)
+        self.split.check_against_own_forward(self.pad_token_id, model)
         self.train()
 
     @property

@@ -1,15 +1,12 @@
 """Hidden states and logits of a transformers model as two steps, and the check that they are the model's own."""
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..data.errors import UsageError
-
-if TYPE_CHECKING:
-    from .policy import Policy
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the largest logit
 
@@ -53,22 +50,21 @@ class SplitModel:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
 
-
-def check_against_own_forward(policy: "Policy", name: str) -> None:
-    """Raise a UsageError unless hidden states and head, with the row padded on the left, give the logits of the model's
-    own forward pass without padding."""
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(5, device=policy.device)[None] * 7919 % vocabulary  # any few tokens
-    padded = torch.cat([ids.new_full((1, 3), policy.pad_token_id), ids], dim=1)
-    mask = torch.arange(8, device=policy.device)[None] >= 3
-    with policy.inference():
-        own = policy.model(input_ids=ids, use_cache=False).logits[0].float()
-        ours = policy.split.logits(policy.split.hidden(mask, input_ids=padded)[0, 3:]).float()
-    dtype = next(policy.parameters()).dtype
-    gap, size = float((ours - own).abs().max()), float(own.abs().max())
-    if not gap <= TOLERANCE[dtype] * size:
-        raise UsageError(
-            f"policy.model is '{name}' ({type(policy.model).__name__}), whose logits are off by {gap:.2g} (of "
-            f"{size:.2g}) when padded on the left or split into hidden states and head: this kind of model is not "
-            "supported; give another one"
-        )
+    @torch.no_grad()
+    def check_against_own_forward(self, pad_token_id: int, name: str) -> None:
+        """Raise a UsageError unless hidden states and head, with the row padded on the left, give the logits of the
+        model's own forward pass without padding."""
+        weight = self.model.get_input_embeddings().weight
+        ids = torch.arange(5, device=weight.device)[None] * 7919 % weight.shape[0]  # any few tokens
+        padded = torch.cat([ids.new_full((1, 3), pad_token_id), ids], dim=1)
+        mask = torch.arange(8, device=weight.device)[None] >= 3
+        self.model.eval()
+        own = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        ours = self.logits(self.hidden(mask, input_ids=padded)[0, 3:]).float()
+        gap, size = float((ours - own).abs().max()), float(own.abs().max())
+        if not gap <= TOLERANCE[weight.dtype] * size:
+            raise UsageError(
+                f"policy.model is '{name}' ({type(self.model).__name__}), whose logits are off by {gap:.2g} (of "
+                f"{size:.2g}) when padded on the left or split into hidden states and head: this kind of model is not "
+                "supported; give another one"
+            )

@@ -35,7 +35,7 @@ def test_json_names_every_method(capsys):
                 if isinstance(thing, type) and issubclass(thing, base) and not inspect.isabstract(thing):
                     assert (kind, name) in named
     for form in ("k1_reward", "k1_coefficient", "k2_loss", "k3_loss"):
-        assert named["kl", form]["needs"] == ["logp_ref"]
+        assert "logp_ref" in named["kl", form]["needs"]
     for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "constant_length"):
         assert ("aggregation", aggregation) in named
     for row in rows:
