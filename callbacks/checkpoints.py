@@ -7,7 +7,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from .accuracy import accuracies
+from .wording import accuracies
 
 
 class BestAndLast(Checkpoint):

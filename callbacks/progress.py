@@ -10,10 +10,9 @@ import lightning as L
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm, TQDMProgressBar
 
 from .access import check_at_least_one, module_of, record_of
-from .accuracy import accuracies, percent
 from .budget import BudgetLimit
-from .durations import duration
 from .throughput import tokens_per_second
+from .wording import accuracies, duration, percent
 
 
 class Progress(TQDMProgressBar):

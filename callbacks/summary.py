@@ -9,8 +9,7 @@ import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from .access import budget_of, module_of, record_of
-from .accuracy import accuracies, percent
-from .durations import duration
+from .wording import accuracies, duration, percent
 
 PHASES = {
     "warm_start": "warming up",

@@ -1,4 +1,4 @@
-"""Validation accuracies among the trainer's metrics, and how they are said."""
+"""Numbers as words: validation accuracies with their errors, and lengths of time."""
 
 import re
 from collections.abc import Mapping
@@ -23,3 +23,13 @@ def percent(accuracy: tuple[float, float | None], with_error: bool = True) -> st
     mean, error = accuracy
     known = with_error and error is not None and error == error  # NaN: one prompt has no error
     return f"{100 * mean:.1f} %" + (f" (± {100 * (error or 0.0):.1f})" if known else "")
+
+
+def duration(seconds: float) -> str:
+    """ "9 s", "2 min 4 s" or "1 h 12 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
