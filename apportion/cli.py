@@ -106,7 +106,8 @@ def load_plugins() -> None:
 
 def _quiet() -> None:
     """What Lightning and PyTorch say about themselves, and nobody can act on."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for logger in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero", "fabric.utilities.seed"):
+        logging.getLogger(f"lightning.{logger}").setLevel(logging.WARNING)
     for message in ("does not have many workers", "isinstance\\(treespec", "args parameter is intended"):
         warnings.filterwarnings("ignore", message=f".*{message}")
 

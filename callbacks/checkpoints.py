@@ -50,7 +50,7 @@ class BestAndLast(Checkpoint):
     def _save(self, trainer: L.Trainer, name: str) -> str:
         path = self._folder / name
         part = self._folder / f"{name}.part"
-        trainer.save_checkpoint(part)
+        trainer.save_checkpoint(part, weights_only=False)  # with the optimizer's state
         if trainer.is_global_zero:
             part.replace(path)  # a reader never sees half a checkpoint
         trainer.strategy.barrier()

@@ -1,6 +1,8 @@
 """What a fit did, in a few plain sentences at its end."""
 
 import os
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,7 @@ class FitSummary(L.Callback):
         loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
         if loggers:
             lines.append(f"The run is in {_shown(loggers[0].log_dir)}")
-            lines.append(f"To look at it: tensorboard --logdir {_shown(loggers[0].save_dir)}")
+            lines.append(f"To look at it: {_tensorboard()} --logdir {_shown(loggers[0].save_dir)}")
         return lines
 
     def _accuracy_lines(self) -> list[str]:
@@ -122,6 +124,12 @@ class FitSummary(L.Callback):
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _tensorboard() -> str:
+    """The command, with its folder unless it is on the path: an environment need not be active."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    return "tensorboard" if shutil.which("tensorboard") or not beside.exists() else _shown(beside)
 
 
 def _shown(path: str | os.PathLike[str]) -> str:

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,7 +88,6 @@ def test_what_a_run_leaves_can_be_used_again(tmp_path, capsys, learnable):
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert isinstance(config["model"]["micro_batch_tokens"], int)
     assert (run / "samples.jsonl").read_text().count("\n") >= 1
-    assert "`weights_only`" not in capsys.readouterr().err
 
     # the written configuration is the run: the same weights once more
     assert main(["fit", "--config", str(run / "config.yaml")]) == 0
@@ -135,3 +137,22 @@ def test_a_budget_stops_a_fit(tmp_path):
     assert main(["fit", *TINY, "--trainer.limit_train_batches=20", "--budget.completions=12"]) == 0
     state = torch.load(latest(tmp_path) / "checkpoints" / "last.ckpt", weights_only=True)
     assert state["apportion"]["rollout_step"] == 3
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_plain_lines_and_nothing_else(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "apportion", "fit", *TINY], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    patterns = [
+        r"validation at the start: accuracy [\d.]+ % \(± [\d.]+\)",
+        r"validation after batch 1: accuracy [\d.]+ % \(± [\d.]+\)",
+        "",
+        r"Validation accuracy: .* at the start, .* at the end\.",
+        r"Done: 1 rollout batch, 1 optimizer step; sampled 4 completions, \d+ tokens\.",
+        r"Time: \d+ s.*",
+        r"The run is in runs/run/version_0",
+        r"To look at it: .*tensorboard --logdir runs",
+    ]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(patterns)
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(patterns, lines, strict=True)), done.stdout
