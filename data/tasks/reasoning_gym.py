@@ -38,15 +38,16 @@ class ReasoningGym(Task):
     longer than 5 seconds, the verdict is missing. Mind that a few scorers of reasoning-gym (binary_matrix, n_queens,
     spiral_matrix, string_insertion) `eval` the answer.
 
-    Questions are drawn in order until enough different ones are found, at most ten times as many as wanted; the first
-    are for validation. Duplicates are left out, so that train and validation share no question.
+    Questions are drawn in order, at most ten times as many as wanted. The first different ones are for validation; the
+    rest, without those that are in the validation split, are to train on. Questions to train on may come twice, as the
+    data set makes them: without repeats its rarer kinds (short sums, say, of which there are few) would be used up.
 
     Args:
         name: the data set, say chain_sum, gsm_symbolic or countdown.
         options: options of the data set's own configuration, without size and seed. For the data set "composite":
             {"datasets": [{"name": …, "weight": …, "config": {…}}, …]}.
-        train_prompts: questions to train on.
-        validation_prompts: questions to validate on.
+        train_prompts: questions to train on, none of them in the validation split.
+        validation_prompts: different questions to validate on.
         seed: which questions.
         system_prompt: a system message that says how to answer. With one, a prompt is a list of chat messages, else
             plain text.
@@ -126,7 +127,8 @@ class ReasoningGym(Task):
             )
         wanted = self.train_prompts + self.validation_prompts
         most = 10 * wanted + 100
-        rows: dict[str, dict[str, Any]] = {}
+        validation: dict[str, dict[str, Any]] = {}
+        train: list[dict[str, Any]] = []
         with _own_random_numbers(self._dataset_seed):
             dataset = self._dataset(most)
             for index in range(most):
@@ -136,18 +138,21 @@ class ReasoningGym(Task):
                     raise RunError(
                         f"reasoning-gym's '{self.name}' failed on row {index} ({one_line(error)}): change its options"
                     ) from error
-                rows.setdefault(entry["question"], self._row(entry))
-                if len(rows) == wanted:
+                if len(validation) < self.validation_prompts:
+                    validation.setdefault(entry["question"], self._row(entry))
+                elif entry["question"] not in validation:
+                    train.append(self._row(entry))
+                if len(train) == self.train_prompts:
                     break
-        if len(rows) < wanted:
+        if len(train) < self.train_prompts:
             raise UsageError(
-                f"reasoning-gym's '{self.name}' gave {len(rows)} different questions in {most} draws, but {wanted} are "
-                f"asked for ({self.train_prompts} to train, {self.validation_prompts} to validate): ask for fewer or "
-                "widen its options"
+                f"reasoning-gym's '{self.name}' gave {len(validation)} different questions to validate on and "
+                f"{len(train)} others to train on in {most} draws, but {self.validation_prompts} and "
+                f"{self.train_prompts} are asked for: ask for fewer or widen its options"
             )
-        chosen = list(rows.values())
-        check_readable((row["answer"] for row in chosen), self.extract, f"'{self.name}'")
-        return {"validation": chosen[: self.validation_prompts], "train": chosen[self.validation_prompts :]}
+        chosen: dict[Split, list[dict[str, Any]]] = {"validation": list(validation.values()), "train": train}
+        check_readable((row["answer"] for rows in chosen.values() for row in rows), self.extract, f"'{self.name}'")
+        return chosen
 
     def _row(self, entry: dict[str, Any]) -> dict[str, Any]:
         question = entry["question"]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 from apportion.callbacks import (
     BestAndLast,
@@ -208,9 +209,9 @@ def test_colours_are_symmetric_and_cells_hold_their_tokens():
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert texts == ["3+5=", "one completion", "✓ reward 1", "3", "+", "5"]
     cells = figure.axes[0].patches
-    red, _, blue, _ = cells[0].get_facecolor()
+    red, _, blue = to_rgb(cells[0].get_facecolor())
     assert blue > red  # more likely
-    assert cells[1].get_facecolor()[:3] == pytest.approx((0.97, 0.97, 0.97), abs=0.02)
+    assert to_rgb(cells[1].get_facecolor()) == pytest.approx((0.97, 0.97, 0.97), abs=0.02)
     assert [text.get_text() for text in figure.axes[1].get_xticklabels()] == ["-0.5", "-0.25", "0", "+0.25", "+0.5"]
 
 

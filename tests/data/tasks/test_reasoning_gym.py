@@ -15,15 +15,24 @@ def chain_sum(**options) -> ReasoningGym:
     return ReasoningGym("chain_sum", SUMS, **{"train_prompts": 60, "validation_prompts": 20, **options})
 
 
-def test_prompts_are_deterministic_distinct_and_disjoint():
+def test_prompts_are_deterministic_and_disjoint():
     task, again = chain_sum(seed=5), chain_sum(seed=5)
     train, validation = task.prompts("train"), task.prompts("validation")
     assert train.to_dict() == again.prompts("train").to_dict()
     assert validation.to_dict() == again.prompts("validation").to_dict()
-    assert len(set(train["question"])) == 60
+    assert len(train) == 60
     assert len(set(validation["question"])) == 20
     assert not set(train["question"]) & set(validation["question"])
     assert chain_sum(seed=6, train_prompts=61).prompts("validation")["question"][:] != validation["question"][:]
+
+
+def test_training_prompts_keep_the_mixture_of_the_data_set():
+    """Half of the sums have two terms, though there are only 200 of these and 4000 longer ones. Those in the validation
+    split are left out: about 40 of 200, and about 2 in 100 of the longer ones."""
+    metadata = chain_sum(train_prompts=1000, validation_prompts=80).prompts("train")["metadata"]
+    short = sum(json.loads(row)["num_terms"] == 2 for row in metadata) / 1000
+    expected = 0.5 * 160 / 200 / (0.5 * 160 / 200 + 0.5 * 0.98)
+    assert abs(short - expected) < 0.06  # four standard errors
 
 
 def test_more_training_prompts_leave_the_validation_prompts_as_they_are():
@@ -40,7 +49,8 @@ def test_neighbouring_seeds_share_few_questions():
 def test_too_few_distinct_questions_is_an_error_of_one_line():
     task = ReasoningGym("coin_flip", {"min_trials": 3, "max_trials": 3}, train_prompts=200, validation_prompts=50)
     with pytest.raises(
-        UsageError, match=r"'coin_flip' gave \d+ different questions in 2600 draws, but 250 are"
+        UsageError,
+        match=r"'coin_flip' gave \d+ different questions .* and 0 others .* 2600 draws, but 50 and 200 are",
     ) as error:
         task.prompts("train")
     assert "\n" not in str(error.value)
