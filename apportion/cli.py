@@ -54,7 +54,7 @@ command line win over overlays, and later overlays over earlier ones:
 
   apportion fit --config experiments/demo
   apportion fit --config tasks/running_sums --config models/tiny --config algorithms/rloo --data.group_size 4
-  apportion predict --config experiments/demo --ckpt_path runs/demo/version_0/checkpoints/last.ckpt
+  apportion predict --config experiments/demo --ckpt_path last     (or best, or a file; fit goes on from it)
 
 apportion COMMAND --help shows every option; --model.estimator.help=GroupMean those of one class.
 """

@@ -9,6 +9,7 @@ from datasets import Dataset
 from lightning.pytorch.loggers import CSVLogger
 
 from apportion.algorithms import Clipped, GroupMean, KLPenalty, LeaveOneOut, Reinforce, StepLevel
+from apportion.algorithms.aggregation import denominator
 from apportion.data.datamodule import RolloutDataModule, Validation
 from apportion.data.errors import RunError, UsageError
 from apportion.data.tasks.base import Task, Verdict
@@ -119,6 +120,20 @@ def test_pitfall_02_lightning_scales_nothing(tmp_path):
         torch.testing.assert_close(before - after, gradient, rtol=1e-4, atol=1e-7)
         moved.append(before - after)
     torch.testing.assert_close(*moved, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant_length"])
+def test_pitfall_02_averaging_over_processes_is_made_up_for(aggregation, monkeypatch):
+    """Two processes with groups of their own and averaged gradients give the gradient of one with all groups."""
+    module = build_module(build_policy("float32"), GroupMean(), Clipped(), KLPenalty("k2_loss", 0.3), aggregation)
+    batch = module.assign_credit(build_batch(torch.float32))
+    alone = gradient_of(module, batch)
+    counted = denominator(aggregation, batch.loss_mask, module.constant_length)
+    monkeypatch.setattr(L.Trainer, "world_size", 2)
+    monkeypatch.setattr(module, "_reduce_sum", lambda own: counted)
+    groups = batch.rows_by_group()
+    shares = [gradient_of(module, batch[rows]) for rows in (groups[0], torch.cat(groups[1:]))]
+    torch.testing.assert_close(sum(shares) / 2, alone, rtol=1e-4, atol=1e-7)
 
 
 def test_pitfall_06_loss_is_zero_on_policy_but_the_gradient_is_not(tmp_path):
