@@ -5,11 +5,12 @@ import logging
 import os
 import sys
 import warnings
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -32,6 +33,7 @@ from apportion.callbacks import (
 from apportion.data import RolloutDataModule, RunError, UsageError
 from apportion.data.errors import nearest
 from apportion.modules import PolicyGradient
+from apportion.modules.checkpoint import check_file
 
 from .listing import list_command
 from .messages import one_line
@@ -59,6 +61,10 @@ command line win over overlays, and later overlays over earlier ones:
 apportion COMMAND --help shows every option; --model.estimator.help=GroupMean those of one class.
 """
 RUN_COMMANDS = ("fit", "validate", "test", "predict")
+NOT_LIGHTNINGS = {  # trainer options without use in manual optimisation: the harmless value, and what to set instead
+    "gradient_clip_val": (None, "model.clip_gradient_norm"),
+    "accumulate_grad_batches": (1, "data.prompts_per_step (model.micro_batch_tokens is what bounds the memory)"),
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -73,11 +79,13 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except SystemExit as stop:
-        return int(stop.code or 0)
+        if isinstance(stop.code, str):
+            return _failed(stop, 1)
+        return stop.code or 0
     return 0
 
 
-def _failed(error: Exception, status: int) -> int:
+def _failed(error: BaseException, status: int) -> int:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
 
@@ -87,13 +95,12 @@ def _dispatch(words: list[str]) -> None:
         print(HELP, end="")
     elif words[0] == "--version":
         print(f"apportion {apportion.__version__}")
-    elif words[0] == "list":
-        list_command(words[1:])
-    elif words[0] in RUN_COMMANDS:
+    elif words[0] in (*RUN_COMMANDS, "list"):
         _quiet()
-        sys.path.append(str(Path.cwd()))  # a class or reward function of the user's own may lie here
+        if str(Path.cwd()) not in sys.path:  # a class or reward function of the user's own may lie here
+            sys.path.append(str(Path.cwd()))
         load_plugins()
-        Command(words)
+        list_command(words[1:]) if words[0] == "list" else Command(words)
     else:
         raise UsageError(f"there is no command '{words[0]}': {nearest(words[0], [*RUN_COMMANDS, 'list'])}")
 
@@ -101,15 +108,30 @@ def _dispatch(words: list[str]) -> None:
 def load_plugins() -> None:
     """Import what other packages registered under the entry-point group `apportion.plugins`."""
     for entry in importlib.metadata.entry_points(group="apportion.plugins"):
-        entry.load()
+        try:
+            entry.load()
+        except Exception as error:
+            where = f"the plugin '{entry.name}' ({entry.value})"
+            raise UsageError(f"{where} cannot be imported ({error!r}): mend or uninstall it") from error
 
 
 def _quiet() -> None:
     """What Lightning and PyTorch say about themselves, and nobody can act on."""
     for logger in ("pytorch.utilities.rank_zero", "fabric.utilities.rank_zero", "fabric.utilities.seed"):
         logging.getLogger(f"lightning.{logger}").setLevel(logging.WARNING)
-    for message in ("does not have many workers", "isinstance\\(treespec", "args parameter is intended"):
-        warnings.filterwarnings("ignore", message=f".*{message}")
+    for message in (
+        "does not have many workers",
+        "isinstance\\(treespec",
+        "args parameter is intended",
+        "Be aware that when using `ckpt_path`",  # validating needs none of a fit's callbacks
+        "You're resuming from a checkpoint that ended before",  # the data module's own state goes on
+        "Found .* in eval mode",  # the frozen reference
+    ):
+        warnings.filterwarnings("ignore", message=f"\\s*.*{message}")
+    for logger in ("datasets.packaged_modules.json.json", "huggingface_hub.utils._http"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # what they raise is reported in one line
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
 
 
 class Parser(LightningArgumentParser):
@@ -119,6 +141,11 @@ class Parser(LightningArgumentParser):
         usage = "apportion fit|validate|test|predict [--config OVERLAY]... [--OPTION VALUE]..."
         super().__init__(*args, **{**options, "allow_abbrev": False, "usage": usage})
 
+    def add_class_arguments(self, theclass: type, nested_key: str | None = None, *args: Any, **options: Any) -> Any:
+        if nested_key is None:  # a parser of one class's options, which errors are to name
+            self.owner = theclass
+        return super().add_class_arguments(theclass, nested_key, *args, **options)
+
     def error(self, message: str, ex: Exception | None = None) -> Any:
         raise UsageError(one_line(message, self))
 
@@ -127,7 +154,7 @@ class SaveConfig(SaveConfigCallback):
     """config.yaml in the run's folder, every value resolved, and the same as a text in TensorBoard."""
 
     def save_config(self, trainer: Any, pl_module: Any, stage: Any) -> None:
-        text = self.parser.dump(self.config, skip_none=False)
+        text = self.parser.dump(self.config, skip_unset=False)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("config", f"```yaml\n{text}\n```")
@@ -156,6 +183,10 @@ class Command(LightningCLI):
             },
         )
 
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the one in question: most of the time until a run starts goes into building parsers."""
+        return {self.command: LightningCLI.subcommands()[self.command]}
+
     def init_parser(self, **options: Any) -> LightningArgumentParser:
         parser = self.parser_class(**{"dump_header": [f"apportion {apportion.__version__}"], **options})
         parser.add_argument(
@@ -182,10 +213,8 @@ class Command(LightningCLI):
             if not found:
                 raise UsageError(f"ckpt_path is '{path}', but no run in {runs} has a checkpoint yet: give a .ckpt file")
             config.ckpt_path = str(found[-1])
-        elif path is not None and not Path(path).is_file():
-            raise UsageError(f"ckpt_path is '{path}', a file that does not exist: give a .ckpt file, 'last' or 'best'")
-        elif path is not None and not zipfile.is_zipfile(path):
-            raise UsageError(f"ckpt_path is '{path}', which is no checkpoint, or half of one: give another .ckpt file")
+        elif path is not None:
+            check_file(path)
 
     def instantiate_classes(self) -> None:
         try:
@@ -198,10 +227,22 @@ class Command(LightningCLI):
         config.model.micro_batch_tokens = self.model.micro_batch_tokens  # config.yaml holds what was resolved
 
     def instantiate_trainer(self, **options: Any) -> Any:
-        if self._get(self.config_init, "trainer").get("logger") in (None, True):
+        given = self._get(self.config_init, "trainer")
+        for name, (harmless, instead) in NOT_LIGHTNINGS.items():
+            if given.get(name) not in (None, harmless):
+                raise UsageError(f"trainer.{name} is {given[name]}, which is not used here: set {instead} instead")
+        if given.get("logger") in (None, True):
             name = self._get(self.config_init, "name")
             options["logger"] = TensorBoardLogger("runs", name=name, default_hp_metric=False)
-        return super().instantiate_trainer(**options)
+        if given.get("enable_progress_bar") is False:
+            watching = self.trainer_defaults["callbacks"]
+            self.trainer_defaults["callbacks"] = [
+                callback for callback in watching if not isinstance(callback, Progress)
+            ]
+        try:
+            return super().instantiate_trainer(**options)
+        except (MisconfigurationException, ValueError) as error:
+            raise UsageError(f"trainer: {error} (see --help, the options that begin with --trainer)") from error
 
 
 def cause(error: BaseException | None) -> UsageError | RunError | None:

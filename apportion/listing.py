@@ -8,7 +8,7 @@ import shutil
 import textwrap
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from apportion.algorithms import AGGREGATIONS, KL_FORMS, AdvantageEstimator, KLPenalty, PolicyObjective
 from apportion.data import Reward, RolloutScheme, Sampler, Task, UsageError
@@ -26,9 +26,16 @@ KINDS: dict[str, type] = {
 COLUMNS = ("kind", "name", "needs", "cost", "paper")
 
 
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"apportion list: {message}; it takes --json and names of modules")
+
+
 def list_command(words: Sequence[str]) -> None:
     """Print the table, or JSON with --json."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="apportion list", description="Every method: its name, paper, needs and cost.", allow_abbrev=False
     )
     parser.add_argument("modules", nargs="*", help="further modules whose classes are listed too, say mylab")

@@ -1,15 +1,25 @@
 """What is wrong with a request, in one line: the parser's nested messages cut down to the fact, with the nearest right
-name."""
+name.
 
+jsonargparse parses the options of a class by a parser of their own, and wraps what that one says in a message of the
+outer parser. An inner line therefore speaks of its class as HERE, and the outer parser puts in the option's name.
+"""
+
+import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from apportion.data.errors import nearest
 
+HERE = "\0"
 ROOTS = ("model", "data", "budget", "trainer")
+NO_CHOICE = (torch.Tensor, torch.optim.Optimizer, LRScheduler)  # what an annotation names, and nobody asks for
 
 
 def one_line(message: str, parser: Any) -> str:
@@ -19,14 +29,22 @@ def one_line(message: str, parser: Any) -> str:
         message: as jsonargparse makes it, several nested lines.
         parser: the parser that it comes from; its options are the known ones.
     """
-    for explain in (_unknown_words, _unknown_key, _unknown_nested, _unknown_class, _missing, _wrong_value):
+    message = message.removeprefix('Parser key "config": ')
+    for explain in (_from_inside, _unknown_words, _unknown_key, _unknown_option, _unknown_class, _missing, _wrong):
         line = explain(message, parser)
         if line:
             return line
-    return _flat(message)
+    parts = [part.strip().removeprefix("- ") for part in message.splitlines()]
+    return " ".join(part for part in parts if part)
 
 
 # ---- what the messages look like -----------------------------------------------------------------------------------
+
+
+def _from_inside(message: str, parser: Any) -> str | None:
+    """The line of an inner parser, when there is one."""
+    line = next((line for line in message.splitlines() if HERE in line), None)
+    return line.strip().removeprefix("- ").replace(HERE, _key(message, parser)) if line else None
 
 
 def _unknown_words(message: str, parser: Any) -> str | None:
@@ -47,46 +65,57 @@ def _unknown_key(message: str, parser: Any) -> str | None:
     key = f"{match['group']}.{match['key']}" if match["group"] else match["key"]
     known = {option.removeprefix("--") for option in _options(parser)}
     if "." in key and key.split(".")[0] not in ROOTS:  # a misspelt section: its options say nothing
-        return f"there is no option '{key}': {nearest(key.split('.')[0], {name.split('.')[0] for name in known})}"
+        return f"there is no section '{key.split('.')[0]}': {nearest(key.split('.')[0], ROOTS)}"
     return f"there is no option '{key}': {nearest(key, known, most=1)}"
 
 
-def _unknown_nested(message: str, parser: Any) -> str | None:
-    option = re.search(r"Option '([^']+)' is not accepted", message)
-    if option is None:
+def _unknown_option(message: str, parser: Any) -> str | None:
+    """Of a class: said by its own parser."""
+    match = re.fullmatch(r"Option '([^']+)' is not accepted", message)
+    if match is None:
         return None
-    if option.end() == len(message):  # said by the parser of a class: its options are all that there are
-        known = sorted(name.removeprefix("--") for name in _options(parser) - {"--help", "--config", "--print_config"})
-        return f"has no option '{option[1]}': " + (nearest(option[1], known) if known else "it has none at all")
-    classes = re.findall(r"class_path=?\s?'([^']+)'", message[: option.end()] + message[option.end() :])
-    before = re.findall(r"class_path '([^']+)'", message[: option.start()])
-    owner = _imported((before or classes)[-1]) if before or classes else None
-    key = _key(message[: option.start()])
-    if owner is None:
-        return f"{key} has no option '{option[1]}'"
-    known = [name for name in _parameters(owner) if name != "self"]
-    if not known:
-        return f"{key}: {owner.__name__} has no options, so no '{option[1]}' either"
-    return f"{key}: {owner.__name__} has no option '{option[1]}': {nearest(option[1], known)}"
+    option, owner = match[1], getattr(parser, "owner", object)
+    if option == "class_path":
+        return f"{HERE} has options beside class_path: put them below init_args"
+    if owner in NO_CHOICE or inspect.isabstract(owner):
+        return f"{HERE} has no class yet, so no option '{option}': name the class first, --{HERE}=Class"
+    known = sorted(name.removeprefix("--") for name in _options(parser) - {"--help"})
+    return f"{HERE} ({owner.__name__}) has no option '{option}': " + (
+        nearest(option, known) if known else "it has none"
+    )
 
 
 def _unknown_class(message: str, parser: Any) -> str | None:
-    match = re.search(r"Expected a dot import path string: (\S+)", message)
-    if match is None:
-        return _unimportable(message)
-    key = _key(message[: match.start()])
-    known = {cls.__name__ for base in _expected_classes(message, parser) for cls in _concrete(base)}
+    match = re.search(r"Expected a dot import path string: (.+)", message)
+    null = re.search(r"Not a valid subclass of \w+\. Got value: (\S+)", message)
+    key, bases = _key(message, parser), list(_expected_classes(message, parser))
+    if match is None and null is None:
+        return _not_importable(message, key)
+    if "Expected a <class 'float'>" in message or "Expected a <class 'int'>" in message:
+        return None  # a number would do as well: the wrong value is the better explanation
+    given = match[1] if match else {"None": "null"}.get(null[1], null[1]) if null else ""
+    options = [name for base in bases if dataclasses.is_dataclass(base) for name in inspect.signature(base).parameters]
+    if options:
+        return f"{key} is '{given}', but has options of its own, say --{key}.{options[0]}: {', '.join(sorted(options))}"
+    known = {cls.__name__ for base in bases for cls in _concrete(base)}
     if not known:
-        return f"{key} is '{match[1]}', which is no known class: give its full path, package.module.Class"
-    hint = nearest(match[1], known)
-    return f"{key} is '{match[1]}', which is no known class: {hint} (another class: package.module.Class)"
+        return f"{key} is '{given}', which is no known class: give its full path, package.module.Class"
+    near = nearest(given, known)
+    what = "/".join(base.__name__ for base in bases)
+    return f"{key} is '{given}', which is no known {what}: {near} (one of your own: package.module.Class)"
 
 
-def _unimportable(message: str) -> str | None:
+def _not_importable(message: str, key: str) -> str | None:
+    several = re.search(r"Multiple subclasses with name (\S+?)\. .*: (.*)\.", message)
+    if several:
+        return f"{key} is '{several[1]}', which several classes are called: give {several[2].replace(', ', ' or ')}"
     match = re.search(r"Problem with given class_path '([^']+)':\s+(.*)", message)
     if match is None or not re.search(r"import|module|attribute", match[2], re.IGNORECASE):
         return None
-    return f"{_key(message[: match.start()])} is '{match[1]}', which cannot be imported: {match[2]}"
+    return (
+        f"{key} is '{match[1]}', which cannot be imported ({match[2].strip().rstrip('.')}): check the name; its folder "
+        "must be the current one, installed, or on PYTHONPATH"
+    )
 
 
 def _missing(message: str, parser: Any) -> str | None:
@@ -94,32 +123,34 @@ def _missing(message: str, parser: Any) -> str | None:
     if match is None:
         return None
     names = [re.sub(r"^(fit|validate|test|predict)\.", "", name) for name in match[1].strip().split(", ")]
-    key = _key(message[: match.start()])
-    owners = re.findall(r"class_path '([^']+)'", message[: match.start()])
-    options = " ".join(f"--{key}.{name}=…" if key else f"--{name}=…" for name in names)
-    if owners:
-        return f"{key}: {owners[-1].rsplit('.', 1)[-1]} needs {' and '.join(names)}: give {options}"
+    names = [f"{HERE}.{name}" if _is_inner(parser) else name for name in names]
+    options = " ".join(f"--{name}=…" for name in names)
     verb = "is" if len(names) == 1 else "are"
     return f"{' and '.join(names)} {verb} missing: give {options}, or a --config that has it"
 
 
-def _wrong_value(message: str, parser: Any) -> str | None:
-    keys = re.findall(r'Parser key "([^"]+)"', message)
-    values = re.findall(r"Given value: (.*)|Got value: (.*)", message)
-    expected = re.findall(r"Expected a (.*?)(?:\. Got value: .*)?$", message, re.MULTILINE)
-    if not keys or not values or not expected:
+def _wrong(message: str, parser: Any) -> str | None:
+    """A value of the wrong type."""
+    given = re.search(r"(?:Given value|Got value): (.*)", message)
+    expected = re.findall(r"Expected an? (?!path )(.*?)(?:\. Got value: .*)?$", message, re.MULTILINE)
+    if not _key(message, parser) or given is None or not expected:
         return None
-    given = next(value for value in values[0] if value)
-    nested = re.match(r"NestedArg\(key='([^']+)', val=(.*)\)$", given)
+    value = given[1]
+    nested = re.match(r"NestedArg\(key='([^']+)', val=(.*)\)$", value)
     if nested:
-        given = nested[2].strip("'")
-    allowed: list[str] = []
-    for word in expected:
-        allowed += [phrase for phrase in _allowed(word) if phrase not in allowed]
-    return f"{_key(message)} is '{given}': give {' or '.join(allowed)}"
+        value = nested[2].strip("'")
+    choices = [choice for kind in expected for choice in _choices(kind)]
+    if len(choices) > 4:
+        return f"{_key(message, parser)} is '{value}': {nearest(value, choices)}"
+    kinds = [kind for word in expected if (kind := _kind(word))]
+    return f"{_key(message, parser)} is '{value}': give {' or '.join(dict.fromkeys([*choices, *kinds]))}"
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------------
+
+
+def _is_inner(parser: Any) -> bool:
+    return getattr(parser, "_inner_parser", False)
 
 
 def _options(parser: Any) -> set[str]:
@@ -129,63 +160,50 @@ def _options(parser: Any) -> set[str]:
     return own.union(*(_options(command) for command in commands.values()))
 
 
-def _key(message: str) -> str:
-    """The dotted name of the option that a nested message speaks of."""
-    return ".".join(re.findall(r'Parser key "([^"]+)"', message))
+def _key(message: str, parser: Any) -> str:
+    """The dotted name of the option that a message speaks of."""
+    keys = re.findall(r'Parser key "([^"]+)"', message)
+    return ".".join([HERE, *keys] if _is_inner(parser) else keys)
 
 
-def _flat(message: str) -> str:
-    """A nested message on one line, its keys joined: 'model.estimator has no option …'."""
-    parts = [part.strip().removeprefix("- ") for part in message.splitlines()]
-    line = " ".join(part for part in parts if part)
-    return re.sub(r'^Parser key "([^"]+)":\s*', r"\1 ", re.sub(r'^Parser key "config":\s*', "", line))
-
-
-def _allowed(expected: str) -> Iterator[str]:
+def _choices(expected: str) -> Iterator[str]:
     literal = re.match(r"typing\.Literal\[(.*)\]", expected)
-    plain = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-    plain |= {"NoneType": "null", "list": "a list", "dict": "a mapping"}
-    kind = re.match(r"<class '(?:[\w.]+\.)?(\w+)'>", expected)
     if literal:
         yield from (choice.strip(" '\"") for choice in literal[1].split(","))
-    elif kind:
-        yield plain.get(kind[1], f"a {kind[1]}")
-    else:
-        yield expected
 
 
-def _imported(class_path: str) -> type | None:
-    module, _, name = class_path.rpartition(".")
-    try:
-        found = getattr(__import__(module, fromlist=[name]), name, None)
-    except ImportError:
-        return None
-    return found if inspect.isclass(found) else None
+def _kind(expected: str) -> str | None:
+    plain = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+    plain |= {"NoneType": "null", "list": "a list", "Iterable": "a list", "dict": "a mapping"}
+    kind = re.match(r"<class '(?:[\w.]+\.)?(\w+)'>", expected)
+    if kind:
+        return plain.get(kind[1], f"a {kind[1]}")
+    known = expected.startswith(("typing.Literal", "dot import path", "instantiatable"))
+    return None if known else expected
 
 
-def _parameters(owner: type) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(owner.__init__).parameters)
-
-
-def _expected_classes(message: str, parser: Any) -> list[type]:
-    """The base classes that the option in question takes, from the annotations on the way to it."""
+def _expected_classes(message: str, parser: Any) -> Iterable[type]:
+    """The base classes that the option in question takes."""
     keys = re.findall(r'Parser key "([^"]+)"', message)
-    owners = re.findall(r"class_path '([^']+)'", message)
-    if len(keys) > 1 and owners and (owner := _imported(owners[-1])) is not None:
-        return _classes_in(typing.get_type_hints(owner.__init__).get(keys[-1]))
-    action = next((a for a in parser._actions if keys and a.dest == keys[0]), None)
-    return _classes_in(getattr(action, "_typehint", None))
+    action = next((a for a in parser._actions if keys and a.dest == keys[-1]), None)
+    return dict.fromkeys(_classes_in(getattr(action, "_typehint", None)))
 
 
-def _classes_in(annotation: Any) -> list[type]:
-    if inspect.isclass(annotation) and not typing.get_args(annotation):
-        return [annotation] if annotation not in (type(None), str, int, float, bool, list, dict) else []
-    parts = [p for arg in typing.get_args(annotation) for p in (arg if isinstance(arg, list) else [arg])]
-    return [cls for part in parts for cls in _classes_in(part)]
+def _classes_in(annotation: Any) -> Iterator[type]:
+    if not inspect.isclass(annotation) or typing.get_args(annotation):
+        for argument in typing.get_args(annotation)[-1 if _is_callable(annotation) else 0 :]:
+            yield from _classes_in(argument)
+    elif annotation not in (type(None), str, int, float, bool, list, dict, torch.Tensor):
+        yield annotation
+
+
+def _is_callable(annotation: Any) -> bool:
+    """A factory: what counts is the class that it makes."""
+    return any(isinstance(argument, list) for argument in typing.get_args(annotation))
 
 
 def _concrete(base: type) -> Iterator[type]:
-    if not inspect.isabstract(base):
+    if not inspect.isabstract(base) and base not in NO_CHOICE and not base.__name__.startswith("_"):
         yield base
     for child in base.__subclasses__():
         yield from _concrete(child)

@@ -11,6 +11,8 @@ from jsonargparse import ActionConfigFile  # pyright: ignore[reportPrivateImport
 
 from apportion.data.errors import UsageError, nearest
 
+from .messages import one_line
+
 OPTIONS = ("--config", "-c")
 
 
@@ -38,8 +40,8 @@ class Overlay(ActionConfigFile):
         for path, content in expand(str(values)):
             try:
                 self.apply_config(parser, cfg, self.dest, content)
-            except UsageError as error:
-                raise UsageError(f"{path}: {error}") from None
+            except (UsageError, TypeError) as error:
+                raise UsageError(f"{path}: {one_line(str(error), parser)}") from None
 
 
 def expand(name: str) -> list[tuple[Path, str]]:
@@ -69,7 +71,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        raise UsageError(f"{path} is not valid YAML{where}: {getattr(error, 'problem', None) or error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if content is None:
@@ -93,8 +97,12 @@ def locate(name: str, including: Path | None = None) -> Path:
     for candidate in (name, f"{name}.yaml"):
         if candidate in shipped():
             return shipped()[candidate]
-    known = [key.removesuffix(".yaml") for key in shipped()]
-    raise UsageError(f"there is no file and no shipped overlay called '{name}': {nearest(name, known)}")
+    if Path(name).expanduser().is_dir():
+        raise UsageError(f"the overlay '{name}' is a folder: give a YAML file in it, or the name of a shipped overlay")
+    word, known = name.removesuffix(".yaml"), [key.removesuffix(".yaml") for key in shipped()]
+    namesakes = [key for key in known if key.rsplit("/")[-1] == word.rsplit("/")[-1]]
+    hint = f"did you mean {' or '.join(namesakes)}?" if namesakes else nearest(word, known)
+    raise UsageError(f"there is no file and no shipped overlay called '{name}': {hint}")
 
 
 def shipped() -> dict[str, Path]:

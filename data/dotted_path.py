@@ -26,16 +26,18 @@ def import_callable(path: str) -> Callable[..., Any]:
         break
     else:
         raise UsageError(
-            f"reward function '{path}': there is no module '{parts[0]}'; install it or put its folder on PYTHONPATH"
+            f"reward function '{path}': there is no module '{parts[0]}': check the name; it must lie in the "
+            "current folder, be installed, or have its folder on PYTHONPATH"
         )
     where = module_name
     for part in parts[length:]:
         if not hasattr(found, part):
-            public = [name for name in dir(found) if not name.startswith("_")]
-            raise UsageError(f"reward function '{path}': '{where}' has no '{part}': {nearest(part, public)}")
+            public = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
+            hint = nearest(part, public) if public else "it has no functions"
+            raise UsageError(f"reward function '{path}': '{where}' has no '{part}': {hint}")
         found, where = getattr(found, part), f"{where}.{part}"
     if not callable(found):
-        raise UsageError(f"reward function '{path}' is a {type(found).__name__}, not callable: name a function")
+        raise UsageError(f"reward function '{path}' is of type {type(found).__name__}: name a function")
     return found
 
 

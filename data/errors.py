@@ -19,4 +19,4 @@ def nearest(word: str, known: Iterable[str], most: int = 2) -> str:
     if matches:
         rest = [name for name in known if name not in matches] if len(known) <= 8 else []
         return f"did you mean {' or '.join(matches)}?" + (f" (also known: {', '.join(rest)})" if rest else "")
-    return f"known: {', '.join(known)}" if len(known) <= 30 else "see --help"
+    return f"known: {', '.join(known)}" if len(known) <= 30 else f"none of the {len(known)} known ones is like it"

@@ -187,8 +187,7 @@ class DatasetTask(Task):
             column = getattr(self, option)
             if column not in rows.column_names:
                 raise UsageError(
-                    f"{self.source} has no column '{column}' (data.task.{option}), it has "
-                    f"{', '.join(rows.column_names)}: {nearest(column, rows.column_names)}"
+                    f"{self.source} has no column '{column}' (data.task.{option}): {nearest(column, rows.column_names)}"
                 )
         kept, prompts, references = [], [], []
         for row, (question, answer) in enumerate(zip(rows[self.prompt_column], rows[self.answer_column], strict=True)):

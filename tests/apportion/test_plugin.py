@@ -1,6 +1,5 @@
 """An estimator of somebody else's: one new file, one export, one YAML, as docs/extending.md shows it."""
 
-import importlib
 import json
 import re
 import sys
@@ -46,9 +45,9 @@ def mylab(tmp_path, monkeypatch):
     )
     (tmp_path / "mylab" / "__init__.py").write_text(export[1] + reward)
     (tmp_path / "group_median.yaml").write_text(overlay)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("mylab")
+    monkeypatch.chdir(tmp_path)  # nothing else makes it importable
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path / "mylab"
     for name in ("mylab", "mylab.median"):
         sys.modules.pop(name, None)
 
@@ -79,3 +78,23 @@ def test_fit_list_and_predict_with_it(mylab, tmp_path, capsys):
 def test_it_takes_options_by_name_and_refuses_others(mylab, capsys):
     assert main(["fit", *RUN, "--model.estimator.wait=2"]) == 2
     assert "weight" in capsys.readouterr().err
+
+
+def test_a_package_that_registered_itself_is_imported(mylab, tmp_path, capsys):
+    """By the entry-point group of docs/extending.md, without being named; one that cannot be imported is named."""
+    code = (mylab / "median.py").read_text()  # under another name, as classes live on from test to test
+    (mylab / "median.py").write_text(code.replace("GroupMedian", "RegisteredMedian"))
+    (mylab / "__init__.py").write_text((mylab / "__init__.py").read_text().replace("GroupMedian", "RegisteredMedian"))
+    metadata = tmp_path / "mylab-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mylab\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[apportion.plugins]\nmylab = mylab\n")
+    assert main(["list", "--json"]) == 0
+    assert "RegisteredMedian" in {row["name"] for row in json.loads(capsys.readouterr().out)}
+    by_name = ["--model.estimator=RegisteredMedian", "--model.estimator.weight=2"]
+    assert main(["fit", *(word for word in RUN if "group_median" not in word), *by_name]) == 0
+
+    (metadata / "entry_points.txt").write_text("[apportion.plugins]\nmylab = mylab.no_such_module\n")
+    capsys.readouterr()
+    assert main(["list"]) == 2
+    assert "mylab.no_such_module" in capsys.readouterr().err

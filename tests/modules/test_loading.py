@@ -71,6 +71,7 @@ def test_pitfall_21_dropout_is_off_in_training_mode(tmp_path):
         assert torch.equal(first, policy.score(batch).logp)
 
 
+@pytest.mark.slow
 def test_a_pretrained_model_from_a_package(capfd):
     policy = Policy(**SMOLLM)
     assert capfd.readouterr() == ("", "")

@@ -125,7 +125,7 @@ def test_run_trains_in_place_and_leaves_no_trace(trainer, cache):
     assert policy.version == 0
     assert [step for step, _ in logged] == list(range(12))
     assert all(set(metrics) == {"warmup/loss", "warmup/lr"} for _, metrics in logged)
-    assert logged[-1][1]["warmup/loss"] < logged[0][1]["warmup/loss"] - 1
+    assert logged[-1][1]["warmup/loss"] < logged[0][1]["warmup/loss"] - 0.5
     assert max(metrics["warmup/lr"] for _, metrics in logged) == pytest.approx(1e-2, rel=0.02)
     # inside a PolicyGradient it must bring no weights of its own into the checkpoint
     assert warm_start.state_dict() == {}

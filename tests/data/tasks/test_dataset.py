@@ -153,7 +153,7 @@ def test_limit(tmp_path):
         (
             sums(3),
             {"prompt_column": "questions"},
-            "no column 'questions'.*it has question, answer, level: did you mean",
+            "no column 'questions'.*did you mean question",
         ),
         (sums(3), {"answer_column": "zzz"}, "no column 'zzz'.*known: answer, level, question"),
         (sums(3), {"train_split": "training"}, "no split 'training'.*its splits: train"),
