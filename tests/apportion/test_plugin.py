@@ -13,6 +13,7 @@ from apportion.cli import main
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 RUN = [
     "--config=tasks/running_sums",
+    "--data.task.train_prompts=100",
     "--config=algorithms/grpo",
     "--data.sampler=GenerateSampler",
     "--model.policy=Policy",
