@@ -1,7 +1,5 @@
 """Reading an answer out of a completion, and judging it against a reference. No task lives here."""
 
-import functools
-import logging
 import re
 import signal
 import threading
@@ -11,10 +9,12 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import UsageError, nearest
+from .math_judge import MathJudge
 
 Extract = Literal["last_number", "answer_tags", "hashes", "boxed", "text"]
 
 JUDGE_SECONDS = 5.0
+_JUDGE = MathJudge()
 
 _NUMBER = re.compile(
     r"(?:(?<![\w)\]}])[-−]\$?)?"  # a minus is a sign unless it follows something that can be subtracted from
@@ -78,7 +78,7 @@ def same_answer(answer: str, reference: str) -> bool:
     are compared exactly, and up to a relative 1e-6 where one is not whole; a reference in words is compared as text
     without regard to case; the rest is up to math-verify (symbolic equality, sets, intervals, units).
 
-    Raises TimeoutError when math-verify takes longer than `JUDGE_SECONDS` (in the main thread; see `time_limit`).
+    Raises TimeoutError when math-verify takes longer than `JUDGE_SECONDS`, and RuntimeError when it fails.
     """
     left, right = _plain(answer), _plain(reference)
     if left == right:
@@ -89,10 +89,7 @@ def same_answer(answer: str, reference: str) -> bool:
         return a == b if whole else abs(a - b) <= max(abs(a), abs(b)) / 1_000_000
     if _WORDS.fullmatch(right):  # as symbols, "north" and "thorn" would be the same product of five letters
         return left.casefold() == right.casefold()
-    parse, verify = _math_verify()
-    with time_limit(JUDGE_SECONDS, "math-verify"):
-        gold, given = (parse(_as_math(text), parsing_timeout=None) for text in (reference, answer))
-        return bool(verify(gold, given, timeout_seconds=None))
+    return _JUDGE.same(_as_math(reference), _as_math(answer), JUDGE_SECONDS)
 
 
 class _TimeUp(BaseException):
@@ -211,14 +208,3 @@ def _as_math(text: str) -> str:
     """math-verify reads a formula only inside math delimiters."""
     text = text.replace("**", "^")
     return text if any(mark in text for mark in ("$", "\\(", "\\[", "\\boxed")) else f"${text}$"
-
-
-@functools.cache
-def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
-    """math-verify's two functions. Its own time limits fail outside the main thread and bound each of many comparisons,
-    not their sum; ours stands in, so that its warning about their absence would mislead."""
-    from math_verify import parse, verify
-
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return parse, verify
