@@ -183,13 +183,24 @@ class PolicyGradient(Configurable, L.LightningModule):
         below = denominator(self.aggregation, batch.loss_mask, self.constant_length, self._reduce_sum)
         if float(below) == 0:
             return False
-        micro_batches = list(batch.rows_by_token_budget(self.micro_batch_tokens))
+        learning = batch[self._rows_with_gradient(batch)]
+        micro_batches = list(learning.rows_by_token_budget(self.micro_batch_tokens))
         for number, rows in enumerate(micro_batches):
             with self._gradients_synchronised(number == len(micro_batches) - 1):
                 # processes average their gradients, while the denominator is already the sum over processes
-                loss = self.micro_batch_loss(batch[rows], below, totals) * self.trainer.world_size
+                loss = self.micro_batch_loss(learning[rows], below, totals) * self.trainer.world_size
                 self.manual_backward(loss)
+        if "ratio_clipped" in totals.sums:  # what was left out has no clipped token
+            totals.counts["ratio_clipped"] += float(batch.loss_mask.sum() - learning.loss_mask.sum())
         return True
+
+    def _rows_with_gradient(self, batch: RolloutBatch) -> Tensor:
+        """The rows that a forward pass is worth: those with credit, unless KL or entropy gives every row a gradient.
+        At least one, so that the optimizer steps on a gradient of 0 where there is none."""
+        if self.kl is not None or self.entropy or batch.advantages is None:
+            return torch.arange(len(batch), device=batch.group.device)
+        rows = ((batch.advantages != 0) & batch.loss_mask).any(1).nonzero().squeeze(1)
+        return rows if len(rows) else batch.loss_mask.any(1).nonzero()[0]
 
     def micro_batch_loss(self, micro: RolloutBatch, below: Tensor, totals: Totals) -> Tensor:
         """The micro-batch's share of the optimizer batch's loss; the shares of all micro-batches add up to the loss."""

@@ -187,6 +187,25 @@ def test_pitfall_11_constant_groups_keep_their_kl_gradient_and_their_place_in_th
     assert gradient_of(module, second).norm() > 1e-4
 
 
+@pytest.mark.parametrize("constant", [(4,), (3, 4)])
+def test_rows_without_credit_are_not_run_and_change_nothing(constant, monkeypatch):
+    module = build_module(build_policy("float64"), GroupMean(), Clipped(), None, "token_mean")
+    batch = build_batch()
+    equal = torch.isin(batch.group, torch.tensor(constant))
+    batch = module.assign_credit(batch.replace(reward=torch.where(equal, 1.0, batch.reward)))
+    ran = []
+    score = module.policy.score
+    monkeypatch.setattr(module.policy, "score", lambda rows, **options: ran.append(len(rows)) or score(rows, **options))
+    totals = Totals()
+    assert module.accumulate_gradients(batch, totals)
+    gradient = torch.cat([p.grad.flatten() for p in module.policy.parameters()])
+    with_credit = ((batch.advantages != 0) & batch.loss_mask).any(1)
+    assert sum(ran) == max(1, int(with_credit.sum())) < len(batch)  # one at least: the optimizer steps either way
+    assert totals.counts["ratio_clipped"] == float(batch.loss_mask.sum())
+    monkeypatch.setattr(module, "_rows_with_gradient", lambda batch: torch.arange(len(batch)))
+    torch.testing.assert_close(gradient, gradient_of(module, batch), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("truncated", ["keep", "mask", "penalise"])
 def test_pitfall_16_truncated_completions(tmp_path, truncated):
     penalty = 0.25 if truncated == "penalise" else 0.0
