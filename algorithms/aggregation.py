@@ -22,20 +22,20 @@ def check_aggregation(
 ) -> None:
     """Raise a UsageError for an unknown aggregation, a constant length that is missing, useless or not positive, or an
     objective that the aggregation does not go with (a sequence-level ratio needs a sequence mean)."""
-    check_choice("aggregation", aggregation, AGGREGATIONS)
+    check_choice("model.aggregation", aggregation, AGGREGATIONS)
     if aggregation == "constant_length" and (constant_length is None or constant_length < 1):
         raise UsageError(
-            f"aggregation=constant_length divides by constant_length, which is {constant_length}: give at least 1 "
-            "(usually the largest completion length)"
+            f"model.aggregation=constant_length divides by constant_length, which is {constant_length}: give at least "
+            "1 (usually the largest completion length)"
         )
     if aggregation != "constant_length" and constant_length is not None:
         raise UsageError(
-            f"constant_length={constant_length} has no effect with aggregation={aggregation}: leave it out, or use "
-            "aggregation=constant_length"
+            f"model.constant_length={constant_length} has no effect with model.aggregation={aggregation}: leave it "
+            "out, or use model.aggregation=constant_length"
         )
     if objective is not None and objective.aggregations is not None and aggregation not in objective.aggregations:
         raise UsageError(
-            f"{type(objective).__name__} does not go with aggregation={aggregation}: "
+            f"{type(objective).__name__} does not go with model.aggregation={aggregation}: "
             f"use {' or '.join(sorted(objective.aggregations))}"
         )
 

@@ -55,12 +55,12 @@ class KLPenalty(Configurable):
     def __init__(self, form: str = "k1_reward", coefficient: float = 0.04, return_to_go: bool = True) -> None:
         if form == "k1_loss":
             raise UsageError(
-                "kl.form=k1_loss is refused: the expected gradient of k1 as a loss is 0 (score coefficient 1), so it "
-                "adds noise and no regularisation; use k1_reward, k1_coefficient, k2_loss or k3_loss"
+                "model.kl.form=k1_loss is refused: the expected gradient of k1 as a loss is 0 (score coefficient 1), "
+                "so it adds noise and no regularisation; use k1_reward, k1_coefficient, k2_loss or k3_loss"
             )
-        check_choice("kl.form", form, KL_FORMS)
-        check_range("kl.coefficient", coefficient, 0.0)
-        check_flag("kl.return_to_go", return_to_go)
+        check_choice("model.kl.form", form, KL_FORMS)
+        check_range("model.kl.coefficient", coefficient, 0.0)
+        check_flag("model.kl.return_to_go", return_to_go)
         self.form = form
         self.coefficient = coefficient
         self.return_to_go = return_to_go

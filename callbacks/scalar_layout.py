@@ -13,7 +13,7 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
         "reward terms": [r"train/reward_terms/.+"],
         "completion length": [r"train/completion_length"],
         "truncated and missing": [r"train/truncated", r"train/missing_rewards"],
-        "warm-up": [r"warmup/.+"],
+        "loss of the warm start": [r"warmup/loss"],
     },
     "credit": {
         "spread of the reward": [r"train/reward_std"],

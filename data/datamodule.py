@@ -43,14 +43,14 @@ class Validation:
     def __post_init__(self) -> None:
         if self.samples > 1 and self.temperature == 0:
             raise UsageError(
-                f"validation.samples is {self.samples} with greedy decoding, which gives {self.samples} equal "
-                "completions: set validation.temperature above 0 or validation.samples to 1"
+                f"data.validation.samples is {self.samples} with greedy decoding, which gives {self.samples} equal "
+                "completions: set data.validation.temperature above 0 or data.validation.samples to 1"
             )
         too_large = [k for k in self.pass_at if not 1 <= k <= self.samples]
         if too_large:
             raise UsageError(
-                f"validation.pass_at has k = {too_large[0]}, but pass@k needs 1 <= k <= validation.samples "
-                f"({self.samples}): raise validation.samples or lower k"
+                f"data.validation.pass_at has k = {too_large[0]}, but pass@k needs 1 <= k <= data.validation.samples "
+                f"({self.samples}): raise data.validation.samples or lower k"
             )
 
 

@@ -56,8 +56,8 @@ def fresh_model(options: FreshModel, tokenizer: PreTrainedTokenizerFast, attenti
     """The model in float32 with weights drawn from `options.seed`; the global random state is left as it was."""
     if options.layers < 1 or options.width < 1 or options.heads < 1 or options.width % (2 * options.heads):
         raise UsageError(
-            f"policy.fresh has layers={options.layers}, width={options.width}, heads={options.heads}: give at least "
-            "one layer, and a width that is a multiple of twice the heads"
+            f"model.policy.fresh has layers={options.layers}, width={options.width}, heads={options.heads}: give at "
+            "least one layer, and a width that is a multiple of twice the heads"
         )
     config = LlamaConfig(
         vocab_size=len(tokenizer),

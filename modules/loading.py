@@ -41,12 +41,14 @@ def load(
     """
     if dtype == "float64" and attention == "eager":
         raise UsageError(
-            "policy.attention is 'eager', which computes in float32 whatever the weights, and policy.dtype is "
-            "'float64': give attention 'sdpa' or dtype 'float32'"
+            "model.policy.attention is 'eager', which computes in float32 whatever the weights, and model.policy.dtype "
+            "is 'float64': give attention 'sdpa' or dtype 'float32'"
         )
     if model == "fresh":
         if gguf_file is not None:
-            raise UsageError(f"policy.gguf_file is '{gguf_file}' but policy.model is 'fresh': name the model it is of")
+            raise UsageError(
+                f"model.policy.gguf_file is '{gguf_file}' but model.policy.model is 'fresh': name the model it is of"
+            )
         tokenizer = character_tokenizer()
         with _load_errors(model, "a model", attention):
             made: Any = fresh_model(fresh, tokenizer, attention)
@@ -73,7 +75,7 @@ def load(
             )
     if loaded.dtype == torch.float16:
         raise UsageError(
-            f"policy.dtype is 'auto' and the weights of '{model}' are float16, which needs loss scaling: give "
+            f"model.policy.dtype is 'auto' and the weights of '{model}' are float16, which needs loss scaling: give "
             "'float32' or 'bfloat16'"
         )
     for module in loaded.modules():
@@ -99,14 +101,14 @@ def _place(model: str) -> Path | str:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
             raise UsageError(
-                f"policy.model is '{model}', but no package '{name}' is installed: install it, or check its name"
+                f"model.policy.model is '{model}', but no package '{name}' is installed: install it, or check its name"
             )
         return Path(next(iter(spec.submodule_search_locations)))
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UsageError(f"policy.model is '{model}', but there is no such folder: check the path")
+        raise UsageError(f"model.policy.model is '{model}', but there is no such folder: check the path")
     return model
 
 
@@ -115,17 +117,18 @@ def _check_folder(model: str, folder: Path, gguf_file: str | None) -> None:
     if gguf_file is not None:
         if not (folder / gguf_file).is_file():
             found = f"it has {', '.join(ggufs)}" if ggufs else "it has no .gguf file"
-            raise UsageError(f"policy.gguf_file is '{gguf_file}', but '{model}' does not hold it: {found}")
+            raise UsageError(f"model.policy.gguf_file is '{gguf_file}', but '{model}' does not hold it: {found}")
         return  # a GGUF file carries model and tokenizer
     if not (folder / "config.json").is_file() or not _any(folder, WEIGHT_FILES):
-        hint = f"policy.gguf_file={ggufs[0]}" if ggufs else "a folder made by save_pretrained"
+        hint = f"model.policy.gguf_file={ggufs[0]}" if ggufs else "a folder made by save_pretrained"
         raise UsageError(
-            f"policy.model is '{model}', a folder that holds no model (config.json and *.safetensors): give {hint}"
+            f"model.policy.model is '{model}', a folder that holds no model (config.json and *.safetensors): "
+            f"give {hint}"
         )
     if not _any(folder, TOKENIZER_FILES):
         raise UsageError(
-            f"policy.model is '{model}', a folder that holds a model but no tokenizer (tokenizer.json or the like): "
-            "save the model's tokenizer there with save_pretrained"
+            f"model.policy.model is '{model}', a folder that holds a model but no tokenizer (tokenizer.json or the "
+            "like): save the model's tokenizer there with save_pretrained"
         )
 
 
@@ -142,11 +145,12 @@ def _load_errors(model: str, what: str, attention: str = "") -> Iterator[None]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")
         if attention and (attention in reason or "attn_implementation" in reason):
             raise UsageError(
-                f"policy.attention is '{attention}', which '{model}' cannot use here ({reason}): give 'sdpa' or 'eager'"
+                f"model.policy.attention is '{attention}', which '{model}' cannot use here ({reason}): give 'sdpa' "
+                "or 'eager'"
             ) from error
         raise UsageError(
-            f"policy.model is '{model}', from which {what} cannot be loaded ({reason}): give a hub name that can be "
-            "reached or is in the local cache, a folder made by save_pretrained, or 'fresh'"
+            f"model.policy.model is '{model}', from which {what} cannot be loaded ({reason}): give a hub name that "
+            "can be reached or is in the local cache, a folder made by save_pretrained, or 'fresh'"
         ) from error
 
 

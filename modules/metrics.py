@@ -94,7 +94,7 @@ class PassAtK(MeanWithError):
         if values.ndim == 2 and values.shape[1] < self.k:
             raise UsageError(
                 f"pass@{self.k} needs at least {self.k} samples a prompt, there are {values.shape[1]}: "
-                "raise validation.samples or lower validation.pass_at"
+                "raise data.validation.samples or lower data.validation.pass_at"
             )
         super().update(pass_at_k(values, self.k, self.threshold)[:, None])
 

@@ -84,7 +84,9 @@ class Policy(Configurable, nn.Module):
         super().__init__()
         check_distribution(temperature, top_k, top_p)
         if model != "fresh" and fresh is not None:
-            raise UsageError(f"policy.fresh was given, but policy.model is '{model}': it is for model 'fresh' only")
+            raise UsageError(
+                f"model.policy.fresh was given, but model.policy.model is '{model}': it is for model 'fresh' only"
+            )
         self.model, self.tokenizer = load(model, gguf_file, fresh or FreshModel(), dtype, attention, trust_remote_code)
         self.text = TextCodec(
             self.tokenizer, end_tokens, self.model.generation_config.eos_token_id, chat_template, model
@@ -142,8 +144,8 @@ class Policy(Configurable, nn.Module):
         for name, value, off in (("top_k", self.top_k, 0), ("top_p", self.top_p, 1.0)):
             if value != off:
                 raise UsageError(
-                    f"policy.{name} is {value}, but training scores the whole distribution and would be off-policy: "
-                    f"set policy.{name} to {off}, or lower policy.temperature instead"
+                    f"model.policy.{name} is {value}, but training scores the whole distribution and would be "
+                    f"off-policy: set model.policy.{name} to {off}, or lower model.policy.temperature instead"
                 )
 
     @contextmanager
@@ -248,7 +250,9 @@ class Policy(Configurable, nn.Module):
 def recompute_activations(model: Any, name: str) -> None:
     """Gradient checkpointing in training mode."""
     if not model.supports_gradient_checkpointing:
-        raise UsageError(f"policy.gradient_checkpointing is true, but '{name}' ({type(model).__name__}) cannot do it")
+        raise UsageError(
+            f"model.policy.gradient_checkpointing is true, but '{name}' ({type(model).__name__}) cannot do it"
+        )
     older_name = "gradient_checkpointing_enable"
     getattr(model, "activation_checkpointing_enable", getattr(model, older_name))({"use_reentrant": False})
     model.disable_input_require_grads()  # only reentrant checkpointing needs them
@@ -257,28 +261,28 @@ def recompute_activations(model: Any, name: str) -> None:
 def check_distribution(temperature: float, top_k: int, top_p: float) -> None:
     if not temperature > 0:
         raise UsageError(
-            f"policy.temperature is {temperature}: give a number above 0 (for greedy decoding in validation set "
+            f"model.policy.temperature is {temperature}: give a number above 0 (for greedy decoding in validation set "
             "data.validation.temperature to 0)"
         )
     if top_k < 0:
-        raise UsageError(f"policy.top_k is {top_k}: give 0 (off) or more")
+        raise UsageError(f"model.policy.top_k is {top_k}: give 0 (off) or more")
     if not 0 < top_p <= 1:
-        raise UsageError(f"policy.top_p is {top_p}: give a number above 0 and at most 1 (off)")
+        raise UsageError(f"model.policy.top_p is {top_p}: give a number above 0 and at most 1 (off)")
 
 
 def within_positions(config: Any, prompt: int | None, completion: int) -> tuple[int | None, int]:
     """The longest prompt and completion, the prompt's bounded by the model's positions unless given."""
     if completion < 1 or (prompt is not None and prompt < 1):
         name, value = ("completion", completion) if completion < 1 else ("prompt", prompt)
-        raise UsageError(f"policy.max_{name}_tokens is {value}: give a whole number of at least 1")
+        raise UsageError(f"model.policy.max_{name}_tokens is {value}: give a whole number of at least 1")
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None:
         return prompt, completion
     longest = positions - completion
     if longest < (prompt or 1):
         raise UsageError(
-            f"policy.max_prompt_tokens ({prompt}) and policy.max_completion_tokens ({completion}) are together more "
-            f"than the model's {positions} positions: lower one of them"
+            f"model.policy.max_prompt_tokens ({prompt}) and model.policy.max_completion_tokens ({completion}) are "
+            f"together more than the model's {positions} positions: lower one of them"
         )
     return prompt or longest, completion
 

@@ -22,8 +22,8 @@ class SplitModel:
     def __init__(self, model: Any, name: str) -> None:
         if model.base_model is model or model.get_output_embeddings() is None:
             raise UsageError(
-                f"policy.model is '{name}' ({type(model).__name__}), which has no separate output layer: this kind of "
-                "model is not supported; give another one"
+                f"model.policy.model is '{name}' ({type(model).__name__}), which has no separate output layer: this "
+                "kind of model is not supported; give another one"
             )
         self.model = model
         self.has_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
@@ -64,7 +64,7 @@ class SplitModel:
         gap, size = float((ours - own).abs().max()), float(own.abs().max())
         if not gap <= TOLERANCE[weight.dtype] * size:
             raise UsageError(
-                f"policy.model is '{name}' ({type(self.model).__name__}), whose logits are off by {gap:.2g} (of "
+                f"model.policy.model is '{name}' ({type(self.model).__name__}), whose logits are off by {gap:.2g} (of "
                 f"{size:.2g}) when padded on the left or split into hidden states and head: this kind of model is not "
                 "supported; give another one"
             )

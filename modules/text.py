@@ -28,7 +28,7 @@ class TextCodec:
     ) -> None:
         if chat_template == "always" and tokenizer.chat_template is None:
             raise UsageError(
-                f"policy.chat_template is 'always', but the tokenizer of '{name}' has no chat template: "
+                f"model.policy.chat_template is 'always', but the tokenizer of '{name}' has no chat template: "
                 "give 'auto' or 'never'"
             )
         self.tokenizer = tokenizer
@@ -105,12 +105,12 @@ def _end_token_ids(
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         found = tuple(dict.fromkeys([*own, *known]))
         if not found:
-            raise UsageError(f"'{model}' names no end token: give policy.end_tokens, tokens of its vocabulary")
+            raise UsageError(f"'{model}' names no end token: give model.policy.end_tokens, tokens of its vocabulary")
         return found
     vocabulary = tokenizer.get_vocab()
     unknown = [name for name in names if name not in vocabulary]
     if unknown or not names:
         given = f"has '{unknown[0]}', which is no single token of '{model}'" if unknown else "is an empty list"
         example = f" such as '{tokenizer.eos_token}'" if tokenizer.eos_token else ""
-        raise UsageError(f"policy.end_tokens {given}: give tokens of its vocabulary{example}")
+        raise UsageError(f"model.policy.end_tokens {given}: give tokens of its vocabulary{example}")
     return tuple(dict.fromkeys(vocabulary[name] for name in names))

@@ -61,11 +61,11 @@ class WarmStart(Configurable, L.LightningModule):
         super().__init__()
         for name, value in (("demonstrations", demonstrations), ("steps", steps), ("batch_size", batch_size)):
             if value < 1:
-                raise UsageError(f"warm_start.{name} is {value}: give a whole number of at least 1")
+                raise UsageError(f"model.warm_start.{name} is {value}: give a whole number of at least 1")
         if not peak_learning_rate > 0:
-            raise UsageError(f"warm_start.peak_learning_rate is {peak_learning_rate}: give a number above 0")
+            raise UsageError(f"model.warm_start.peak_learning_rate is {peak_learning_rate}: give a number above 0")
         if not 0 <= teacher_error <= 1:
-            raise UsageError(f"warm_start.teacher_error is {teacher_error}: give a share between 0 and 1")
+            raise UsageError(f"model.warm_start.teacher_error is {teacher_error}: give a share between 0 and 1")
         self.policy = policy
         self.demonstrations = demonstrations
         self.steps = steps
@@ -87,7 +87,7 @@ class WarmStart(Configurable, L.LightningModule):
         if not torch.isfinite(loss):
             raise RunError(
                 f"the loss of the warm start is {loss.item()} at step {self.global_step}: "
-                f"lower warm_start.peak_learning_rate ({self.peak_learning_rate})"
+                f"lower model.warm_start.peak_learning_rate ({self.peak_learning_rate})"
             )
         rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
         self.log_dict({"warmup/loss": loss.detach(), "warmup/lr": rate}, batch_size=len(batch))
@@ -145,7 +145,9 @@ class WarmStart(Configurable, L.LightningModule):
             log: called with warmup/loss and warmup/lr of every step, also when they come from the cache.
         """
         if self.policy is not None:
-            raise UsageError("warm_start.policy was given inside a fit that has a policy of its own: leave it out")
+            raise UsageError(
+                "model.warm_start.policy was given inside a fit that has a policy of its own: leave it out"
+            )
         with isolate_rng(), torch.inference_mode(False), torch.enable_grad():
             rows = encode(policy, task.demonstrations(self.demonstrations, self.seed, self.teacher_error))
             options = {**self._options(), "precision": str(trainer.precision)}
@@ -217,8 +219,8 @@ def encode(policy: Policy, demonstrations: Dataset) -> list[Demonstration]:
     longest = max((len(completion) for _, completion in rows), default=0)
     if longest > policy.max_completion_tokens:
         raise UsageError(
-            f"policy.max_completion_tokens is {policy.max_completion_tokens}, but the warm start has demonstrations of "
-            f"{longest} tokens: raise it"
+            f"model.policy.max_completion_tokens is {policy.max_completion_tokens}, but the warm start has "
+            f"demonstrations of {longest} tokens: raise it"
         )
     return rows
 

@@ -26,7 +26,7 @@ class GenerateSampler(Sampler):
     def __init__(self, rows_per_call: int = 64) -> None:
         super().__init__()
         if rows_per_call < 1:
-            raise UsageError(f"sampler.rows_per_call is {rows_per_call}: give a whole number of at least 1")
+            raise UsageError(f"data.sampler.rows_per_call is {rows_per_call}: give a whole number of at least 1")
         self.rows_per_call = rows_per_call
 
     def generate(

@@ -191,7 +191,7 @@ def test_wrong_options_are_refused(options, message):
 def test_validation_options_are_checked():
     with pytest.raises(UsageError, match="greedy decoding"):
         Validation(samples=4)
-    with pytest.raises(UsageError, match=r"1 <= k <= validation.samples"):
+    with pytest.raises(UsageError, match=r"1 <= k <= data.validation.samples"):
         Validation(samples=4, temperature=1.0, pass_at=[8])
 
 
