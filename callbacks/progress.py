@@ -208,7 +208,9 @@ class _Line(Tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        return {**super().format_dict, "place": self.place, "status": self.status}
+        known = super().format_dict
+        columns = known["ncols"] or 80  # some terminals say that they have none
+        return {**known, "ncols": columns, "place": self.place, "status": self.status}
 
 
 class _Ticker:

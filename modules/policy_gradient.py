@@ -209,7 +209,7 @@ class PolicyGradient(Configurable, L.LightningModule):
         for name, term in terms.items():
             share = aggregate(term, micro.loss_mask, self.aggregation, below, self.constant_length)
             if not torch.isfinite(share):
-                raise RunError(self._not_finite(micro, f"{name} loss", float(share)))
+                raise RunError(self._not_finite(micro, f"{name} loss", float(share.detach())))
             shares.append(share)
         loss = torch.stack(shares).sum()
         totals.add("loss", loss, 0)

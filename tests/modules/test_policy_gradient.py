@@ -305,6 +305,16 @@ def test_pitfall_30_a_nan_stops_the_run_and_names_step_prompts_and_term(tmp_path
         fit(module_of(estimator=Poisoned()), data_of(), tmp_path)
 
 
+def test_pitfall_30_a_gradient_that_is_not_finite_stops_the_run_before_the_update(tmp_path):
+    module = module_of()
+    weight = module.policy.model.lm_head.weight
+    weight.register_hook(lambda gradient: gradient * math.inf)
+    before = weight.detach().clone()
+    with pytest.raises(RunError, match=r"gradient norm is (nan|inf) at rollout batch 0, optimizer step 0 \(prompts \d"):
+        fit(module, data_of(), tmp_path)
+    assert torch.equal(weight.detach().cpu(), before)
+
+
 def test_pitfall_31_steps_are_optimizer_steps_and_the_axis_is_rollout_batches(tmp_path):
     module, data = module_of(update_epochs=2, minibatches=3), data_of(Vowels(prompts=9))
     trainer = fit(module, data, tmp_path, limit_val_batches=1, val_check_interval=1)

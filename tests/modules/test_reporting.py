@@ -51,12 +51,21 @@ def test_one_token_with_credit_makes_a_rollout_effective(rollouts):
     assert values["credit/effective_rollouts"] == pytest.approx(1 / 6)
 
 
-def test_two_processes_pool_sums_and_counts(rollouts):
-    """The other process is simulated by doubling: every mean stays, counts double."""
-    alone = rollout_metrics(rollouts, Totals(), identity)
+def test_pitfall_29_two_processes_pool_sums_and_counts(rollouts):
+    """Each process has one group of its own, of two and of four rows: neither a mean of means nor the own mean."""
+    rollouts = rollouts.replace(group=torch.tensor([0, 0, 1, 1, 1, 1]), prompt_index=torch.tensor([0, 0, 1, 1, 1, 1]))
+    whole = rollout_metrics(rollouts, Totals(), identity)
+    theirs: list[torch.Tensor] = []
+    rollout_metrics(rollouts[2:], Totals(), lambda value: theirs.append(value) or value)  # type: ignore[func-returns-value]
+    sums = iter(theirs)
+    pooled = rollout_metrics(rollouts[:2], Totals(), lambda value: value + next(sums))
+    for tag in whole.keys() - {"train/reward_std"}:  # its sum needs the mean of both first
+        assert pooled[tag] == pytest.approx(whole[tag]), tag
+    assert rollout_metrics(rollouts[:2], Totals(), identity)["train/reward"] != whole["train/reward"]
+
+
+def test_the_spread_of_two_equal_processes(rollouts):
     double = rollout_metrics(rollouts, Totals(), lambda value: 2 * value)
-    for tag in ("train/reward", "train/entropy", "credit/zero_variance_groups", "train/truncated"):
-        assert double[tag] == pytest.approx(alone[tag])
     assert double["train/reward_std"] == pytest.approx(math.sqrt(2 * (3 * 0.4**2 + 2 * 0.6**2) / 9))
 
 
