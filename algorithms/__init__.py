@@ -15,6 +15,7 @@ from .advantages import (
 )
 from .aggregation import AGGREGATIONS, aggregate, check_aggregation, denominator
 from .kl import KL_FORMS, KLPenalty
+from .mismatch import TruncatedImportance
 from .objectives import Clipped, ObjectiveOutput, PolicyObjective, Reinforce
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PolicyObjective",
     "Reinforce",
     "StepLevel",
+    "TruncatedImportance",
     "aggregate",
     "check_aggregation",
     "denominator",

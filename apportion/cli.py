@@ -38,6 +38,7 @@ from apportion.modules.checkpoint import check_file
 from .listing import list_command
 from .messages import one_line
 from .overlays import Overlay, configs_first
+from .plan import plan
 
 HELP = """\
 usage: apportion COMMAND [OPTIONS]
@@ -199,8 +200,19 @@ class Command(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", type=str, default="run", help="the run lies in runs/<name>/version_k")
+        if self.command == "fit":
+            parser.add_argument(
+                "--dry-run",
+                action="store_true",
+                help="say what the fit would do and what a rollout batch costs, and stop",
+            )
         parser.add_lightning_class_args(BudgetLimit, "budget")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
+
+    def before_fit(self) -> None:
+        if self.config.fit.dry_run:
+            print("\n".join(plan(self.model, self.datamodule, self.trainer)))
+            raise SystemExit(0)
 
     def _parse_ckpt_path(self) -> None:
         """The configuration decides, never the checkpoint's hyper-parameters: a changed option must not be ignored.

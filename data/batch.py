@@ -143,9 +143,16 @@ class RolloutBatch:
             found.setdefault(group, []).append(row)
         return [torch.tensor(rows, device=self.group.device) for rows in found.values()]
 
-    def rows_by_token_budget(self, tokens: int) -> Iterator[Tensor]:
-        """Cut the rows into runs whose padded size (rows x (longest prompt + longest completion)) stays within
-        `tokens`; rows of similar length go together, and a row that alone is larger makes a run of its own."""
+    def rows_by_token_budget(self, tokens: int, shared_prompts: bool = False) -> Iterator[Tensor]:
+        """Cut the rows into runs whose size stays within `tokens`; a row that alone is larger makes a run of its own.
+
+        The size is the padded one, rows x (longest prompt + longest completion), and rows of similar length go
+        together. With `shared_prompts` it is the number of tokens when each prompt stands once, and rows of the same
+        prompt go together.
+        """
+        if shared_prompts:
+            yield from self._rows_by_prompt(tokens)
+            return
         prompt = self.prompt_mask.sum(1)[self.prompt_index]
         completion = self.completion_mask.sum(1)
         order = torch.argsort(prompt + completion, stable=True, descending=True).tolist()
@@ -159,6 +166,22 @@ class RolloutBatch:
                 run, (p, c) = [], lengths[row]
             run.append(row)
             longest_prompt, longest_completion = p, c
+        if run:
+            yield torch.tensor(run, device=self.group.device)
+
+    def _rows_by_prompt(self, tokens: int) -> Iterator[Tensor]:
+        prompts, completions = self.prompt_mask.sum(1).tolist(), self.completion_mask.sum(1).tolist()
+        prompt_of = self.prompt_index.tolist()
+        run: list[int] = []
+        size = 0
+        for row in sorted(range(len(self)), key=lambda row: prompt_of[row]):
+            new_prompt = not run or prompt_of[run[-1]] != prompt_of[row]
+            more = completions[row] + (prompts[prompt_of[row]] if new_prompt else 0)
+            if run and size + more > tokens:
+                yield torch.tensor(run, device=self.group.device)
+                run, size, more = [], 0, completions[row] + prompts[prompt_of[row]]
+            run.append(row)
+            size += more
         if run:
             yield torch.tensor(run, device=self.group.device)
 

@@ -164,6 +164,11 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
                 for task in self.validation_tasks.values()
             ]
 
+    @property
+    def train_rows(self) -> list[dict[str, Any]]:
+        """The training prompts, once `setup` has loaded them."""
+        return self._train
+
     def load_prompts(
         self, task: Task, split: Split, policy: PolicyLike, limit: int | None = None
     ) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from .fresh import FreshModel
 from .policy import Policy
 from .policy_gradient import PolicyGradient, StepRecord
-from .samplers import GenerateSampler
+from .samplers import GenerateSampler, SharedPrefixSampler
 from .signals import AnswerInfluence, PolicyScores, ReferenceScores, ScoreNorms, SignalProvider, TaskStepRewards
 from .warm_start import WarmStart
 
@@ -16,6 +16,7 @@ __all__ = [
     "PolicyScores",
     "ReferenceScores",
     "ScoreNorms",
+    "SharedPrefixSampler",
     "SignalProvider",
     "StepRecord",
     "TaskStepRewards",

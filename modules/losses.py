@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms.kl import KLPenalty
+from ..algorithms.mismatch import TruncatedImportance
 from ..algorithms.objectives.base import PolicyObjective
 from ..data.batch import RolloutBatch
 from .policy import Policy
@@ -15,6 +16,7 @@ def loss_terms(
     objective: PolicyObjective,
     kl: KLPenalty | None,
     entropy_coefficient: float,
+    mismatch: TruncatedImportance | None,
     micro: RolloutBatch,
     totals: Totals,
 ) -> dict[str, Tensor]:
@@ -31,6 +33,11 @@ def loss_terms(
         raise ValueError("an update needs advantages, and old log-probabilities once the weights have moved on")
     output = objective(scores.logp, logp_old, micro.advantages, mask)
     terms = {"policy": output.loss}
+    if mismatch is not None and micro.logp_sampler is not None:
+        weights, capped = mismatch.weights(logp_old, micro.logp_sampler, mask)
+        terms["policy"] = output.loss * weights
+        totals.add("importance_weight", torch.where(mask, weights, 0.0), mask.sum())
+        totals.add("importance_capped", capped.sum(), mask.sum())
     if kl is not None and micro.logp_ref is not None:
         if kl.form in ("k2_loss", "k3_loss"):
             terms["kl"] = kl.loss(scores.logp, micro.logp_ref, mask)

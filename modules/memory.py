@@ -11,15 +11,15 @@ SHARE_OF_MEMORY = 0.1  # of the machine's; small micro-batches are faster on a C
 
 
 def resolve_micro_batch_tokens(policy: Policy) -> int:
-    """Padded tokens in one micro-batch: from a tenth of the memory and an estimate of the bytes that a token costs.
+    """Tokens in one micro-batch: from a tenth of the memory and an estimate of the bytes that a token costs.
 
-    The estimate [ours]: four fp32 copies of the logits (logits, log-softmax, and their gradients), and about 40
-    activations of the model's width a layer (two, the layer's in- and output, with gradient checkpointing).
+    The estimate [ours]: about 40 activations of the model's width a layer (two, the layer's in- and output, with
+    gradient checkpointing). Logits are made a run of tokens at a time and cost the same whatever the micro-batch.
     """
     config = policy.model.config
     layers, width = config.num_hidden_layers, config.hidden_size
     activations = 2 if policy.gradient_checkpointing else 40
-    bytes_per_token = 4 * (4 * policy.model.get_output_embeddings().weight.shape[0] + activations * layers * width)
+    bytes_per_token = 4 * activations * layers * width
     if policy.device.type == "cuda":
         memory = torch.cuda.get_device_properties(policy.device).total_memory
     else:

@@ -6,22 +6,30 @@ How a model is found and loaded is in loading.py; how completions are sampled, i
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..data.batch import RolloutBatch
 from ..data.configurable import Configurable
-from ..data.errors import UsageError
+from ..data.errors import UsageError, nearest
 from ..data.sampler import Limits, Purpose
 from .fresh import FreshModel
 from .loading import DType, load
+from .log_probs import token_statistics
+from .packed import Packed
+from .shared_prompts import run, why_not_shared
 from .split_model import SplitModel
 from .text import ChatTemplate, TextCodec
+
+log = logging.getLogger(__name__)
+
+Layout = Literal["packed", "padded"]
 
 
 @dataclass
@@ -53,6 +61,9 @@ class Policy(Configurable, nn.Module):
         dtype: of the weights: float32, bfloat16, float64, or auto (as they were saved).
         attention: attention implementation of transformers: sdpa, eager, flash_attention_2, ...
         gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
+        scoring: "packed": a prompt is run once for all its completions, without padding; "padded": each completion in
+            a row of its own behind its prompt. The numbers are the same. A model whose attention cannot be packed
+            exactly (checked once, at the start) is scored padded, and a warning says so.
         temperature: divides the logits; above 0. Greedy decoding is an option of validation, not of the policy.
         top_k: sample from the k most probable tokens; 0 = off. For validation and prediction: training refuses it.
         top_p: sample from the most probable tokens that make up this probability; 1 = off. Training refuses it too.
@@ -72,6 +83,7 @@ class Policy(Configurable, nn.Module):
         dtype: DType = "float32",
         attention: str = "sdpa",
         gradient_checkpointing: bool = False,
+        scoring: Layout = "packed",
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -87,6 +99,8 @@ class Policy(Configurable, nn.Module):
             raise UsageError(
                 f"model.policy.fresh was given, but model.policy.model is '{model}': it is for model 'fresh' only"
             )
+        if scoring not in get_args(Layout):
+            raise UsageError(f"model.policy.scoring is '{scoring}': {nearest(scoring, get_args(Layout))}")
         self.model, self.tokenizer = load(model, gguf_file, fresh or FreshModel(), dtype, attention, trust_remote_code)
         self.text = TextCodec(
             self.tokenizer, end_tokens, self.model.generation_config.eos_token_id, chat_template, model
@@ -105,6 +119,17 @@ class Policy(Configurable, nn.Module):
         self.version = 0
         self.split = SplitModel(self.model, model)
         self.split.check_against_own_forward(self.pad_token_id, model)
+        reason = why_not_shared(self.split)
+        self.shares_prompts = reason is None
+        self.scoring: Layout = "packed" if scoring == "packed" and self.shares_prompts else "padded"
+        if not self.shares_prompts:
+            log.warning(
+                "'%s' (%s) cannot share a prompt between its completions (%s): it is sampled by transformers' generate "
+                "and scored padded, more slowly",
+                model,
+                type(self.model).__name__,
+                reason,
+            )
         self.train()
 
     @property
@@ -166,20 +191,21 @@ class Policy(Configurable, nn.Module):
         """(N, Lp + T, d): the input embeddings of prompts and completions, as `hidden` takes them."""
         return self.model.get_input_embeddings()(self._row_ids(rollouts))
 
-    def hidden(
-        self, rollouts: RolloutBatch, layout: Literal["rows"] = "rows", embeddings: Tensor | None = None
-    ) -> Tensor:
+    def hidden(self, rollouts: RolloutBatch, layout: Layout = "padded", embeddings: Tensor | None = None) -> Tensor:
         """(N, T, d): the final hidden states; position t is the one that predicts the completion's token t.
 
-        A row is the left-padded prompt and the right-padded completion; positions count attended tokens only, so
-        padding changes nothing.
+        Positions count attended tokens only, so padding changes nothing.
 
         Args:
-            layout: "rows": every completion in a row of its own, behind its prompt.
-            embeddings: (N, Lp + T, d) used in place of the tokens' own, from `embed`.
+            layout: "padded": every completion in a row of its own, behind its left-padded prompt. "packed": all in one
+                row, each prompt once; then what a prompt's tokens get as gradient is the sum over its completions.
+            embeddings: (N, Lp + T, d) used in place of the tokens' own, from `embed`; padded layout only.
         """
-        if layout != "rows":
-            raise ValueError(f"layout is '{layout}': only 'rows' is known")
+        if layout == "packed":
+            if embeddings is not None:
+                raise ValueError("embeddings go with the padded layout")
+            packed = Packed(rollouts)
+            return run(self.split, packed.ids, packed.positions, packed)[0][packed.predicts]
         mask = torch.cat([rollouts.prompt_mask[rollouts.prompt_index], rollouts.completion_mask], dim=1)
         inputs = {"input_ids": self._row_ids(rollouts)} if embeddings is None else {"inputs_embeds": embeddings}
         prompt, completion = rollouts.prompt_ids.shape[1], rollouts.completion_ids.shape[1]
@@ -213,14 +239,22 @@ class Policy(Configurable, nn.Module):
             temperature: the policy's own unless given.
         """
         mask = rollouts.completion_mask
-        log_probs = self.head(self.hidden(rollouts)[mask], temperature).log_softmax(-1)  # (M, V), M tokens
-        chosen = log_probs.gather(-1, rollouts.completion_ids[mask][:, None]).squeeze(-1)
-        scores = Scores(logp=_spread(chosen, mask))
-        if entropy:
-            scores.entropy = _spread(-(log_probs.exp() * log_probs).sum(-1), mask)
-        if sum_sq_probs:
-            scores.sum_sq_probs = _spread((2 * log_probs.detach()).exp().sum(-1), mask)
-        return scores
+        logp, entropies, squares = token_statistics(
+            self.hidden(rollouts, self.scoring)[mask],
+            rollouts.completion_ids[mask],
+            lambda hidden: self.head(hidden, temperature),
+            entropy,
+            sum_sq_probs,
+        )
+        return Scores(
+            _spread(logp, mask),
+            None if entropies is None else _spread(entropies, mask),
+            None if squares is None else _spread(squares, mask),
+        )
+
+    def micro_batches(self, rollouts: RolloutBatch, tokens: int) -> Iterator[Tensor]:
+        """Runs of rows that `score` takes as at most so many tokens; see `RolloutBatch.rows_by_token_budget`."""
+        return rollouts.rows_by_token_budget(tokens, shared_prompts=self.scoring == "packed")
 
     def _row_ids(self, rollouts: RolloutBatch) -> Tensor:
         """(N, Lp + T) token ids: each completion behind its prompt."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..algorithms.advantages.base import AdvantageContext, AdvantageEstimator
 from ..algorithms.aggregation import aggregate, check_aggregation, denominator
 from ..algorithms.kl import KLPenalty
+from ..algorithms.mismatch import TruncatedImportance
 from ..algorithms.objectives.base import PolicyObjective
 from ..data.batch import RolloutBatch
 from ..data.configurable import Configurable, describe
@@ -59,9 +60,10 @@ class PolicyGradient(Configurable, L.LightningModule):
             unless given.
         update_epochs: passes over each rollout batch.
         minibatches: optimizer steps in a pass, each on whole groups.
-        micro_batch_tokens: padded tokens in one forward and backward pass. Chosen once from memory and model unless
+        micro_batch_tokens: tokens in one forward and backward pass. Chosen once from memory and model unless
             given; the number is written to the configuration and the checkpoint.
         entropy: coefficient of an entropy bonus; 0 = off.
+        mismatch: importance weights for the difference between sampler and scorer; none by default.
         clip_gradient_norm: largest gradient norm; none = no clipping.
         optimizer: AdamW at a learning rate of 1e-5 without weight decay unless given.
         lr_scheduler: stepped once a rollout batch; none = a constant learning rate.
@@ -81,6 +83,7 @@ class PolicyGradient(Configurable, L.LightningModule):
         minibatches: int = 1,
         micro_batch_tokens: int | None = None,
         entropy: float = 0.0,
+        mismatch: TruncatedImportance | None = None,
         clip_gradient_norm: float | None = 1.0,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -108,6 +111,7 @@ class PolicyGradient(Configurable, L.LightningModule):
         self.chooses_micro_batch = micro_batch_tokens is None
         self.micro_batch_tokens = micro_batch_tokens or resolve_micro_batch_tokens(policy)
         self.entropy = entropy
+        self.mismatch = mismatch
         self.clip_gradient_norm = clip_gradient_norm
         self.optimizer_factory = optimizer or default_optimizer
         self.scheduler_factory = lr_scheduler
@@ -184,7 +188,7 @@ class PolicyGradient(Configurable, L.LightningModule):
         if float(below) == 0:
             return False
         learning = batch[self._rows_with_gradient(batch)]
-        micro_batches = list(learning.rows_by_token_budget(self.micro_batch_tokens))
+        micro_batches = list(self.policy.micro_batches(learning, self.micro_batch_tokens))
         for number, rows in enumerate(micro_batches):
             with self._gradients_synchronised(number == len(micro_batches) - 1):
                 # processes average their gradients, while the denominator is already the sum over processes
@@ -204,7 +208,7 @@ class PolicyGradient(Configurable, L.LightningModule):
 
     def micro_batch_loss(self, micro: RolloutBatch, below: Tensor, totals: Totals) -> Tensor:
         """The micro-batch's share of the optimizer batch's loss; the shares of all micro-batches add up to the loss."""
-        terms = loss_terms(self.policy, self.objective, self.kl, self.entropy, micro, totals)
+        terms = loss_terms(self.policy, self.objective, self.kl, self.entropy, self.mismatch, micro, totals)
         shares = []
         for name, term in terms.items():
             share = aggregate(term, micro.loss_mask, self.aggregation, below, self.constant_length)

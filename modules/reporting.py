@@ -64,7 +64,9 @@ def rollout_metrics(rollouts: RolloutBatch, totals: Totals, reduce_sum: Callable
     if rollouts.entropy is not None:
         sums["train/entropy"] = (torch.where(mask, rollouts.entropy, 0.0).double().sum(), mask.sum())
     names = {"grad_norm": "train/grad_norm", "kl": "train/kl", "ratio_clipped": "train/ratio_clipped"}
-    for name, tag in (*names.items(), ("logp_gap", "sampler/logp_gap_mean")):
+    names |= {"logp_gap": "sampler/logp_gap_mean", "importance_weight": "sampler/importance_weight"}
+    names |= {"importance_capped": "sampler/importance_capped"}
+    for name, tag in names.items():
         if name in totals.sums:
             sums[tag] = (totals.sums[name], totals.counts[name])
     pooled = reduce_sum(torch.tensor([[float(a), float(b)] for a, b in sums.values()], dtype=torch.float64))

@@ -1,5 +1,6 @@
 """Sampling engines."""
 
 from .generate import GenerateSampler
+from .shared_prefix import SharedPrefixSampler
 
-__all__ = ["GenerateSampler"]
+__all__ = ["GenerateSampler", "SharedPrefixSampler"]

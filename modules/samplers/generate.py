@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from ...data.errors import RunError, UsageError
+from ...data.errors import UsageError
 from ...data.sampler import Limits, Sampler, Samples, uniforms
+from .drawing import draw
 
 
 class GenerateSampler(Sampler):
@@ -105,22 +106,9 @@ class TokenDrawer(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         assert self.logits is not None
-        greedy = self.limits.temperature == 0
-        logits = self.logits if greedy else self.logits / self.limits.temperature
-        log_probs = logits.log_softmax(-1)  # (N, V)
-        if log_probs[:, 0].isnan().any():
-            raise RunError(
-                "the policy's logits are not finite, so no token can be drawn: look for the step they broke at"
-            )
-        probs = log_probs.exp()
-        entropy, sum_sq_probs = torch.special.entr(probs).sum(-1), probs.square().sum(-1)
-        if greedy:
-            token = log_probs.argmax(-1)
-        else:
-            log_probs = truncated_log_probs(log_probs, self.limits.top_k, self.limits.top_p)
-            token = inverse_cdf(log_probs, self.random[:, len(self.steps)].to(log_probs.device))
-        self.steps.append((log_probs.gather(-1, token[:, None]).squeeze(-1), entropy, sum_sq_probs))
-        return torch.full_like(scores, -torch.inf).scatter_(-1, token[:, None], 0.0)
+        drawn = draw(self.logits, self.random[:, len(self.steps)].to(scores.device), self.limits)
+        self.steps.append((drawn.logp, drawn.entropy, drawn.sum_sq_probs))
+        return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.token[:, None], 0.0)
 
     def recorded(self, mask: Tensor) -> list[Tensor]:
         """Log-probabilities, entropies and sums of squared probabilities, (N, T) each, 0 where `mask` is False."""
@@ -128,31 +116,6 @@ class TokenDrawer(LogitsProcessor):
             torch.where(mask, torch.stack(values, dim=1)[:, : mask.shape[1]].cpu(), 0.0)
             for values in zip(*self.steps, strict=True)
         ]
-
-
-def inverse_cdf(log_probs: Tensor, random: Tensor) -> Tensor:
-    """(N,) tokens: the first whose cumulative probability exceeds `random` (N,) times the whole, in fp64. A token of
-    probability 0 is never drawn."""
-    cumulative = log_probs.double().exp().cumsum(-1)  # (N, V)
-    whole = cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, random[:, None] * whole, right=True)
-    last = (cumulative < whole).sum(-1, keepdim=True)  # rounding may carry the product up to the whole
-    return torch.minimum(token, last).squeeze(-1)
-
-
-def truncated_log_probs(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """(N, V) log-probabilities of the k most probable tokens, then of the smallest set of these that holds at least
-    `top_p` of their probability; renormalised, -inf elsewhere. 0 and 1 turn them off."""
-    if 0 < top_k < log_probs.shape[-1]:
-        smallest = log_probs.topk(top_k).values[:, -1:]
-        log_probs = log_probs.masked_fill(log_probs < smallest, -torch.inf).log_softmax(-1)
-    if top_p < 1:
-        ordered, index = log_probs.sort(dim=-1, descending=True)
-        probs = ordered.exp()
-        before = probs.cumsum(-1) - probs  # the probability of all tokens before one
-        outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, index, before >= top_p)
-        log_probs = log_probs.masked_fill(outside, -torch.inf).log_softmax(-1)
-    return log_probs
 
 
 def until_end(ids: Tensor, end_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:

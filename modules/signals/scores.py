@@ -16,7 +16,7 @@ def score_in_micro_batches(
     """Score all rows without gradient, a token budget at a time. Returns (N, T) tensors, 0 outside the completions."""
     found: dict[str, Tensor] = {}
     with policy.inference():
-        for rows in rollouts.rows_by_token_budget(tokens):
+        for rows in policy.micro_batches(rollouts, tokens):
             micro = rollouts[rows]
             scores = policy.score(micro, entropy="entropy" in names, sum_sq_probs="sum_sq_probs" in names)
             for name in names:

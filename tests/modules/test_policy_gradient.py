@@ -8,7 +8,15 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.loggers import CSVLogger
 
-from apportion.algorithms import Clipped, GroupMean, KLPenalty, LeaveOneOut, Reinforce, StepLevel
+from apportion.algorithms import (
+    Clipped,
+    GroupMean,
+    KLPenalty,
+    LeaveOneOut,
+    Reinforce,
+    StepLevel,
+    TruncatedImportance,
+)
 from apportion.algorithms.aggregation import denominator
 from apportion.data.datamodule import RolloutDataModule, Validation
 from apportion.data.errors import RunError, UsageError
@@ -284,6 +292,30 @@ def test_pitfall_23_sampler_and_scorer_are_compared(tmp_path, caplog):
     assert float(trainer.logged_metrics["sampler/logp_gap_max"]) == pytest.approx(0.5, abs=1e-4)
     assert float(trainer.logged_metrics["sampler/logp_gap_mean"]) == pytest.approx(0.5, abs=1e-4)
     assert "disagree by up to 0.5 nats" in caplog.text
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_scale_the_policy_loss_only(level):
+    """The gradient is that of advantages times weights; the KL term is left as it is."""
+    kl = KLPenalty("k3_loss", 0.3)
+    plain = build_module(build_policy("float64"), GroupMean(), Reinforce(), kl, "token_mean")
+    weighted = build_module(build_policy("float64"), GroupMean(), Reinforce(), kl, "token_mean")
+    weighted.mismatch = TruncatedImportance(level, cap=1.2)
+    batch = plain.assign_credit(build_batch())
+    noise = torch.randn(batch.advantages.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logp = plain.policy.score(batch).logp.detach()
+    batch = batch.replace(logp_sampler=logp + 0.3 * noise)
+    weights, capped = weighted.mismatch.weights(logp, batch.logp_sampler, batch.loss_mask)
+    assert capped.any()
+    assert not capped.all()
+    expected = gradient_of(plain, batch.replace(advantages=batch.advantages * weights))
+    torch.testing.assert_close(gradient_of(weighted, batch), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_the_size_of_importance_weights_is_logged(tmp_path):
+    trainer = fit(module_of(mismatch=TruncatedImportance()), data_of(), tmp_path, limit_train_batches=1)
+    assert float(trainer.logged_metrics["sampler/importance_weight"]) == pytest.approx(1.0, abs=1e-4)
+    assert float(trainer.logged_metrics["sampler/importance_capped"]) == 0
 
 
 def test_pitfall_24_members_of_a_group_differ(tmp_path):

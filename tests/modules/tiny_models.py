@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -90,3 +91,32 @@ def batch_of(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[in
         in_loss=torch.ones(n, dtype=torch.bool),
         policy_version=torch.zeros(n, dtype=torch.long),
     )
+
+
+class ExactRMSNorm(nn.Module):
+    weight: nn.Parameter
+    offset: float
+    epsilon: float
+
+    def forward(self, x):
+        return (self.offset + self.weight) * x * (x.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+
+
+class ExactLayerNorm(nn.Module):
+    weight: nn.Parameter
+    epsilon: float
+
+    def forward(self, x):
+        centred = x - x.mean(-1, keepdim=True)
+        return self.weight * centred * (centred.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+
+
+def exact_norms(model) -> None:
+    """transformers normalises in float32 whatever the dtype, and its backward pass rounds there. For comparisons in
+    float64 the same norms, in float64."""
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm") or kind == "CohereLayerNorm":
+            module.offset = 1.0 if kind.startswith("Gemma") else 0.0
+            module.epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", 0.0)
+            module.__class__ = ExactRMSNorm if kind.endswith("RMSNorm") else ExactLayerNorm

@@ -12,6 +12,7 @@ import torch
 from apportion.data.batch import RolloutBatch
 from apportion.modules.policy import FreshModel, Policy
 from apportion.modules.policy_gradient import PolicyGradient
+from tests.modules.tiny_models import exact_norms
 
 PROMPTS = [[5, 9, 30, 12], [7, 8]]
 COMPLETIONS = [[11, 12, 13, 14, 15], [21, 22], [31, 32, 33], [], [41, 42, 43, 44], [51, 52, 53], [61]]
@@ -68,6 +69,8 @@ def build_batch(dtype=torch.float64) -> RolloutBatch:
 
 def build_policy(dtype: str) -> Policy:
     policy = Policy(fresh=FreshModel(layers=2, width=16, heads=2), dtype=dtype, temperature=0.7)
+    if dtype == "float64":
+        exact_norms(policy.model)
     with torch.no_grad():
         for k, p in enumerate(policy.parameters()):  # larger weights than a fresh model's: gradients that differ
             p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64).to(p))

@@ -1,4 +1,4 @@
-"""The reference sampler: the scorer's log-probabilities, the distribution's frequencies, rows that are independent."""
+"""Both samplers: the scorer's log-probabilities, the distribution's frequencies, rows that are independent."""
 
 import logging
 
@@ -11,16 +11,26 @@ from apportion.data.errors import RunError, UsageError
 from apportion.data.sampler import Limits, uniforms
 from apportion.modules.fresh import FreshModel
 from apportion.modules.policy import Policy
-from apportion.modules.samplers import GenerateSampler
-from apportion.modules.samplers.generate import inverse_cdf, truncated_log_probs, until_end
+from apportion.modules.samplers import GenerateSampler, SharedPrefixSampler
+from apportion.modules.samplers.drawing import draw, inverse_cdf, truncated_log_probs
+from apportion.modules.samplers.generate import until_end
 from tests.modules.tiny_models import CONFIGS, batch_of, tiny_policy
 
 PREFIXES = [[5, 9, 30, 12, 44, 7], [7, 8], [61]]
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 
 
-def sampled(policy, prefixes=PREFIXES, members=3, rows_per_call=64, step=0, prompt_ids=None, **limits):
-    return GenerateSampler(rows_per_call).sample(
+ENGINES = {"generate": GenerateSampler, "shared_prefix": SharedPrefixSampler}
+engine = GenerateSampler
+
+
+@pytest.fixture(params=ENGINES, autouse=True)
+def _each_engine(request, monkeypatch):
+    monkeypatch.setitem(globals(), "engine", ENGINES[request.param])
+
+
+def sampled(policy, prefixes=PREFIXES, members=3, rows_at_once=64, step=0, prompt_ids=None, **limits):
+    return engine(rows_at_once).sample(
         policy,
         prefixes,
         members,
@@ -73,8 +83,8 @@ def test_pitfall_24_members_of_a_group_differ_and_seeds_decide(tmp_path):
 def test_a_completion_does_not_depend_on_its_company(tmp_path, kind):
     policy = tiny_policy(kind, tmp_path)
     together = sampled(policy)
-    for rows_per_call in (1, 2, 5):
-        apart = sampled(policy, rows_per_call=rows_per_call)
+    for rows_at_once in (1, 2, 5):
+        apart = sampled(policy, rows_at_once=rows_at_once)
         assert completions(apart) == completions(together)
         torch.testing.assert_close(apart.logp, together.logp, rtol=0, atol=1e-10)
         assert torch.equal(apart.ids, together.ids)
@@ -87,7 +97,7 @@ def test_frequencies_are_the_policys(tmp_path):
     """4000 draws of one token against the scorer's probabilities; rare tokens are pooled."""
     policy = tiny_policy("llama", tmp_path, dtype="float32")
     draws = 4000
-    samples = sampled(policy, [[7, 8]], draws, rows_per_call=draws, max_new_tokens=1, temperature=1.0)
+    samples = sampled(policy, [[7, 8]], draws, rows_at_once=draws, max_new_tokens=1, temperature=1.0)
     with policy.inference():
         probs = policy.model(input_ids=torch.tensor([[7, 8]])).logits[0, -1].double().softmax(0)
     observed = torch.bincount(samples.ids[:, 0], minlength=99).double()
@@ -185,7 +195,7 @@ def test_the_batch_stops_when_every_row_has_ended(tmp_path):
         policy.model.lm_head.weight.zero_()
         policy.model.lm_head.weight[1] = 100 * policy.hidden(batch_of([[7]], [[1]], [0]))[0, 0]
     calls = []
-    policy.model.register_forward_hook(lambda *_: calls.append(1))
+    policy.model.base_model.register_forward_hook(lambda *_: calls.append(1))
     samples = sampled(policy, [[7]], max_new_tokens=50)
     assert completions(samples) == [[1]] * 3
     assert samples.ids.shape == (3, 1)
@@ -247,25 +257,25 @@ def test_pitfall_30_logits_that_are_not_finite_are_an_error():
 
 def test_budget_counts_and_bad_requests():
     policy = Policy(fresh=FreshModel(width=16))
-    sampler = GenerateSampler()
+    sampler = engine()
     limits = Limits(5)
     samples = sampler.sample(policy, PREFIXES, 2, "rollout", limits, prompt_ids=[0, 1, 2], step=0)
     sampler.sample(policy, PREFIXES, 2, "validation", limits, prompt_ids=[0, 1, 2], step=0)
     assert sampler.budget.state_dict() == {"prompts": 3, "completions": 6, "tokens": int(samples.mask.sum())}
     with pytest.raises(ValueError, match="empty prefix"):
         sampled(policy, [[5], []])
-    with pytest.raises(UsageError, match="rows_per_call is 0"):
-        GenerateSampler(0)
+    with pytest.raises(UsageError, match=r"rows_per_(call|wave) is 0"):
+        engine(0)
 
 
 def test_inverse_cdf_never_draws_the_impossible():
-    log_probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).log()
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])
     for u, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.75, 3), (1 - 2**-53, 3)):
-        assert inverse_cdf(log_probs, torch.tensor([u], dtype=torch.float64)).tolist() == [token]
+        assert inverse_cdf(probs, torch.tensor([u], dtype=torch.float64)).tolist() == [token]
     rows = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).masked_fill(
         torch.arange(40) >= 7, -torch.inf
     )
-    assert (inverse_cdf(rows.log_softmax(-1), torch.full((50,), 1 - 2**-53, dtype=torch.float64)) < 7).all()
+    assert (inverse_cdf(rows.softmax(-1), torch.full((50,), 1 - 2**-53, dtype=torch.float64)) < 7).all()
 
 
 def test_truncation_by_hand():
@@ -291,3 +301,69 @@ def test_until_end():
 
 def test_a_rows_random_numbers_do_not_depend_on_the_length():
     assert torch.equal(uniforms([3, 4], 40)[:, :7], uniforms([3, 4], 7))
+
+
+def test_a_draw_is_the_plain_inverse_of_the_cumulative_distribution():
+    """Against a float64 loop; 700 tokens are more than two blocks, and one of them whole is impossible."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(200, 700, generator=generator, dtype=torch.float64)
+    logits[:, 256:512] = -torch.inf
+    random = torch.rand(200, generator=generator, dtype=torch.float64)
+    drawn = draw(logits, random, Limits(1, temperature=0.7))
+    for row in range(200):
+        probs = (logits[row] / 0.7).softmax(0)
+        total, token = 0.0, -1
+        while total <= random[row]:
+            token += 1
+            total += float(probs[token])
+        assert int(drawn.token[row]) == token
+        possible = probs[probs > 0]
+        expected = (probs[token].log(), -(possible * possible.log()).sum(), (probs**2).sum())
+        for ours, theirs in zip((drawn.logp, drawn.entropy, drawn.sum_sq_probs), expected, strict=True):
+            assert float(ours[row]) == pytest.approx(float(theirs), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_both_engines_draw_the_same_completions(tmp_path, kind, dtype):
+    """Rows end at different times, prompts have different lengths, and a wave holds one or two of the groups."""
+    policy = tiny_policy(kind, tmp_path, dtype, temperature=0.8, end_tokens=["<eos>", *"ABCDEFGHIJKLMNOP"])
+    assert policy.shares_prompts
+    arguments = (policy, PREFIXES, 5, "rollout", Limits(11, 0.8))
+    expected = GenerateSampler().sample(*arguments, prompt_ids=range(3), step=0)
+    assert len(set(expected.mask.sum(1).tolist())) > 3
+    for rows_per_wave in (5, 10, None):
+        found = SharedPrefixSampler(rows_per_wave).sample(*arguments, prompt_ids=range(3), step=0)
+        assert torch.equal(found.ids, expected.ids)
+        assert torch.equal(found.mask, expected.mask)
+        assert torch.equal(found.truncated, expected.truncated)
+        for name in ("logp", "entropy", "sum_sq_probs"):
+            ours, theirs = getattr(found, name), getattr(expected, name)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10 if dtype == "float64" else 1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_greedy_tokens_are_generates_on_many_prompts(tmp_path, kind):
+    policy = tiny_policy(kind, tmp_path, "float32")
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 20, (64,), generator=generator).tolist()
+    prefixes = [torch.randint(2, 99, (length,), generator=generator).tolist() for length in lengths]
+    samples = SharedPrefixSampler().sample(
+        policy, prefixes, 1, "validation", Limits(16, 0.0), prompt_ids=range(64), step=0
+    )
+    for prefix, completion in zip(prefixes, completions(samples), strict=True):
+        whole = policy.model.generate(
+            torch.tensor([prefix]), attention_mask=torch.ones(1, len(prefix)), do_sample=False, max_new_tokens=16
+        )[0, len(prefix) :].tolist()
+        assert completion == whole[: len(completion)]
+
+
+def test_a_model_of_unknown_attention_is_sampled_by_generate(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        policy = tiny_policy("llama", tmp_path, "float32", attention="eager")
+    assert "cannot share a prompt between its completions (attention 'eager' is the model's own code)" in caplog.text
+    assert not policy.shares_prompts
+    assert policy.scoring == "padded"
+    arguments = (policy, PREFIXES, 2, "rollout", Limits(6))
+    found = SharedPrefixSampler().sample(*arguments, prompt_ids=range(3), step=0)
+    assert torch.equal(found.ids, GenerateSampler().sample(*arguments, prompt_ids=range(3), step=0).ids)

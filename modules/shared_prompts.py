@@ -1,0 +1,110 @@
+"""Whether a model can be run with prompts that are shared by their completions: tried out, not looked up."""
+
+import torch
+from torch import Tensor
+
+from ..data.batch import RolloutBatch
+from .attention import Continuation, Pattern, Prefill, UnsupportedError, use_shared_attention
+from .packed import Packed
+from .split_model import TOLERANCE, SplitModel
+
+PROMPTS, COMPLETIONS = (5, 3), ((0, 4), (1, 3), (0, 1), (1, 2))  # lengths; (prompt, length)
+
+
+def run(split: SplitModel, ids: Tensor, positions: Tensor, pattern: Pattern) -> Tensor:
+    """(B, L, d) final hidden states of token ids (B, L) at positions (B, L) that attend by a pattern."""
+    no_mask = torch.empty(1, 1, 0, 0, device=ids.device)  # a mask of four dimensions is handed through as it is
+    return split.model.base_model(
+        input_ids=ids, position_ids=positions, attention_mask=no_mask, use_cache=False, pattern=pattern
+    ).last_hidden_state
+
+
+def prefill(split: SplitModel, prompts: Tensor, lengths: Tensor) -> tuple[Tensor, Prefill]:
+    """(P, d) final hidden states of the last tokens of prompts (P, Lp), padded on the right, and their keys and
+    values."""
+    pattern = Prefill()
+    positions = torch.arange(prompts.shape[1], device=prompts.device)[None].expand(len(prompts), -1)
+    hidden = run(split, prompts, positions, pattern)
+    return hidden[torch.arange(len(prompts), device=prompts.device), lengths - 1], pattern
+
+
+@torch.no_grad()
+def why_not_shared(split: SplitModel) -> str | None:
+    """None if packing and decoding with shared prompts give the logits of the model's own pass, else the reason why
+    the model cannot be run so."""
+    try:
+        if not split.has_positions:
+            raise UnsupportedError("it takes no position ids")
+        use_shared_attention(split.model)
+        split.model.eval()
+        batch = _any_batch(split)
+        own = _own_hidden(split, batch)
+        try:
+            packed = Packed(batch)
+            ways = [run(split, packed.ids, packed.positions, packed)[0][packed.predicts], _decoded(split, batch)]
+        except (TypeError, AttributeError, RuntimeError, ValueError, KeyError) as error:
+            raise UnsupportedError(f"a pass with an attention of ours fails ({error})") from error
+        theirs = split.logits(own).float()
+        for way in ways:
+            gap = (split.logits(way).float() - theirs).abs().masked_fill(~batch.completion_mask[..., None], 0.0)
+            size = float(theirs.abs().max())
+            if not float(gap.max()) <= TOLERANCE[split.model.dtype] * size:
+                raise UnsupportedError(f"its logits come out different, by {float(gap.max()):.2g} of {size:.2g}")
+    except UnsupportedError as reason:
+        return str(reason)
+    return None
+
+
+def _any_batch(split: SplitModel) -> RolloutBatch:
+    """Four completions of two prompts, of some tokens."""
+    weight = split.model.get_input_embeddings().weight
+    n, lp, t = len(COMPLETIONS), max(PROMPTS), max(length for _, length in COMPLETIONS)
+    tokens = torch.arange(1, 1 + (len(PROMPTS) * lp + n * t)) * 7919 % weight.shape[0]
+    prompt_mask = torch.arange(lp) >= lp - torch.tensor(PROMPTS)[:, None]
+    completion_mask = torch.arange(t) < torch.tensor([length for _, length in COMPLETIONS])[:, None]
+    of = torch.tensor([prompt for prompt, _ in COMPLETIONS])
+    yes, number = torch.ones(n, dtype=torch.bool), torch.arange(n)
+    return RolloutBatch(
+        prompt_ids=tokens[: len(PROMPTS) * lp].view(-1, lp),
+        prompt_mask=prompt_mask,
+        prompt_id=torch.arange(len(PROMPTS)),
+        prompt_index=of,
+        group=of,
+        completion_ids=tokens[len(PROMPTS) * lp :].view(n, t),
+        completion_mask=completion_mask,
+        action_mask=completion_mask,
+        reward=torch.zeros(n),
+        reward_valid=yes,
+        truncated=~yes,
+        in_loss=yes,
+        policy_version=number,
+    ).to(weight.device)
+
+
+def _own_hidden(split: SplitModel, batch: RolloutBatch) -> Tensor:
+    """(N, T, d): each completion alone behind its prompt, without padding, by the model's own attention."""
+    rows = []
+    for row in range(len(batch)):
+        prompt = batch.prompt_index[row]
+        mask = batch.completion_mask[row]
+        ids = torch.cat([batch.prompt_ids[prompt][batch.prompt_mask[prompt]], batch.completion_ids[row][mask]])[None]
+        hidden = split.hidden(torch.ones_like(ids), input_ids=ids)[0]
+        rows.append(torch.nn.functional.pad(hidden[-int(mask.sum()) - 1 : -1], (0, 0, 0, int((~mask).sum()))))
+    return torch.stack(rows)
+
+
+def _decoded(split: SplitModel, batch: RolloutBatch) -> Tensor:
+    """(N, T, d): token by token, and rows leave when their completion ends."""
+    lengths = batch.prompt_mask.sum(1)
+    prompts = torch.stack([row.roll(int(n)) for row, n in zip(batch.prompt_ids, lengths, strict=True)])
+    last, prefilled = prefill(split, prompts, lengths)
+    row = torch.arange(len(batch), device=lengths.device)
+    steps = batch.completion_ids.shape[1]
+    pattern = Continuation(prefilled, lengths, batch.prompt_index, steps)
+    hidden = last.new_zeros(len(batch), steps, last.shape[-1])
+    hidden[:, 0] = last[batch.prompt_index]
+    for step in range(1, steps):
+        row = row[pattern.advance(batch.completion_mask[row, step], batch.prompt_index[row])]
+        positions = pattern.next_token(batch.prompt_index[row])
+        hidden[row, step] = run(split, batch.completion_ids[row, step - 1 : step], positions, pattern)[:, 0]
+    return hidden
