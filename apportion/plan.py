@@ -1,7 +1,6 @@
 """`apportion fit --dry-run`: what a fit would do, and what one rollout batch of it costs. Nothing is kept."""
 
 import math
-import resource
 import sys
 from typing import Any
 
@@ -67,7 +66,6 @@ def _sampled_by(module: PolicyGradient, data: RolloutDataModule) -> str:
 
 
 def _end(module: PolicyGradient, data: RolloutDataModule, trainer: L.Trainer, seconds: float) -> list[str]:
-    module.rollout_step = 0
     limits = [c for c in trainer.callbacks if isinstance(c, BudgetLimit)]  # type: ignore[attr-defined]
     size = data.prompts_per_step * data.group_size
     an_epoch = len(data.train_rows) // data.prompts_per_step
@@ -82,8 +80,7 @@ def _end(module: PolicyGradient, data: RolloutDataModule, trainer: L.Trainer, se
         if limit.completions is not None:
             batches.append(math.ceil(limit.completions / size))
         if limit.tokens is not None:
-            a_batch = max(1, data.budget.tokens)
-            batches.append(math.ceil(limit.tokens / a_batch))
+            batches.append(math.ceil(limit.tokens / max(1, data.budget.tokens)))  # as in the one that was measured
     if not batches:
         return ["The fit has no end: give --trainer.max_steps, --trainer.max_epochs or --budget.completions."]
     count = int(min(batches))
@@ -101,5 +98,7 @@ def peak_memory(policy: Any) -> float:
     """GiB: of the process, or of the GPU that the policy is on."""
     if policy.device.type == "cuda":
         return torch.cuda.max_memory_allocated(policy.device) / 2**30
+    import resource  # not on every system, and only needed here
+
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -5,7 +5,7 @@ among its arguments attends as the pattern says; every other pass is transformer
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,25 +25,24 @@ class UnsupportedError(Exception):
     """A model does something in its attention that is not known here; the message says what."""
 
 
+class Layer(NamedTuple):
+    """What a layer says of its attention.
+
+    index: of the layer. scaling: multiplies scores. window: a token sees so many positions, its own included; None =
+    all before it. cap: scores are cap * tanh(score / cap); None = as they are.
+    """
+
+    index: int
+    scaling: float
+    window: int | None
+    cap: float | None
+
+
 class Pattern(Protocol):
     """Who attends to whom in one pass."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
-        """(B, L, Hq, Dv) from query (B, Hq, L, D), key (B, H, L, D) and value (B, H, L, Dv) of the pass's own tokens.
-
-        Args:
-            window: a token sees so many positions, its own included; None = all before it.
-            cap: scores are cap * tanh(score / cap); None = as they are.
-        """
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """(B, L, Hq, Dv) from query (B, Hq, L, D), key (B, H, L, D) and value (B, H, L, Dv) of the pass's tokens."""
         ...
 
 
@@ -89,7 +88,8 @@ def _dispatching(own: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedError("its sliding layers do not say how long their window is")
         scaling = options.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return pattern.attend(module.layer_idx, query, key, value, scaling, window, options.get("softcap")), None
+        layer = Layer(module.layer_idx, scaling, window, options.get("softcap"))
+        return pattern.attend(layer, query, key, value), None
 
     return attention
 
@@ -105,32 +105,24 @@ class Prefill:
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
-        self.keys[layer], self.values[layer] = key.contiguous(), value.contiguous()
-        return causal(query, key, value, scaling, window, cap).transpose(1, 2)
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.keys[layer.index], self.values[layer.index] = key.contiguous(), value.contiguous()
+        return causal(layer, query, key, value).transpose(1, 2)
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, cap: float | None) -> Tensor:
+def causal(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(B, Hq, L, Dv): attention of a sequence to itself, without padding on the left."""
     length, grouped = query.shape[2], query.shape[1] != key.shape[1]
-    if cap is None and (window is None or window >= length):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    if layer.cap is None and (layer.window is None or layer.window >= length):
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=layer.scaling, enable_gqa=grouped
+        )
     position = torch.arange(length, device=query.device)
-    hidden = ~visible(position, position, window)
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, -torch.inf)
-    return attend_under(mask[None], query, key, value, scaling, cap)
+    mask = additive(visible(position, position, layer.window), query.dtype)
+    return attend_under(mask[None], layer, query, key, value)
 
 
-def attend_under(mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, cap: float | None) -> Tensor:
+def attend_under(mask: Tensor, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(B, Hq, L, Dv): query (B, Hq, L, D), key (B, H, S, D), value (B, H, S, Dv), mask (B or 1, L, S) to add to scores.
 
     The query heads that share a key head lie one behind the other in the length, so that no key is repeated.
@@ -139,10 +131,11 @@ def attend_under(mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scalin
     kv = key.shape[1]
     query = query.reshape(batch, kv, heads // kv * length, width)
     mask = mask.repeat(1, heads // kv, 1)[:, None]
-    if cap is None:
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    if layer.cap is None:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=layer.scaling)
     else:
-        output = (capped(query @ key.transpose(-1, -2) * scaling, cap) + mask).softmax(-1) @ value
+        scores = capped(query @ key.transpose(-1, -2) * layer.scaling, layer.cap)
+        output = (scores + mask).softmax(-1) @ value
     return output.reshape(batch, heads, length, value.shape[-1])
 
 
@@ -150,6 +143,11 @@ def visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     """(..., L, S) bool: whether the token at position query (..., L) sees the one at position key (..., S)."""
     distance = query[..., :, None] - key[..., None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores: 0 where `seen`, -inf elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)
 
 
 def capped(scores: Tensor, cap: float | None) -> Tensor:
@@ -183,30 +181,21 @@ class Continuation:
         self.length += 1
         return (self.lengths[prompt_of] + self.length - 1)[:, None]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, heads, _, width = query.shape
         kv, grouped = key.shape[1], heads // key.shape[1]
-        own_keys, own_values = self._append(layer, key, value)
-        if window is not None:
-            start = max(0, own_keys.shape[2] - window)
+        own_keys, own_values = self._append(layer.index, key, value)
+        if layer.window is not None:
+            start = max(0, own_keys.shape[2] - layer.window)
             own_keys, own_values = own_keys[:, :, start:], own_values[:, :, start:]
-        prompt_keys, prompt_values = self.prefill.keys[layer], self.prefill.values[layer]
+        prompt_keys, prompt_values = self.prefill.keys[layer.index], self.prefill.values[layer.index]
         prompts, _, longest, _ = prompt_keys.shape
 
-        scaled = (query * scaling).view(rows, kv, grouped, width)
+        scaled = (query * layer.scaling).view(rows, kv, grouped, width)
         scores = self._by_prompt(scaled) @ prompt_keys.view(prompts * kv, longest, width).transpose(1, 2)
-        scores = self._by_row(capped(scores, cap) + self._mask(layer, window), kv, grouped)  # (n, H, G, Lp)
+        scores = self._by_row(capped(scores, layer.cap) + self._mask(layer), kv, grouped)  # (n, H, G, Lp)
         own = scaled.view(rows * kv, grouped, width) @ own_keys.flatten(0, 1).transpose(1, 2)
-        own = capped(own, cap).view(rows, kv, grouped, -1)
+        own = capped(own, layer.cap).view(rows, kv, grouped, -1)
         exact = torch.promote_types(query.dtype, torch.float32)
         weights = torch.cat([scores, own], -1).softmax(-1, dtype=exact).to(query.dtype)
 
@@ -242,17 +231,15 @@ class Continuation:
         self._values[layer][:rows, :, at] = value[:, :, 0]
         return self._keys[layer][:rows, :, : at + 1], self._values[layer][:rows, :, : at + 1]
 
-    def _mask(self, layer: int, window: int | None) -> Tensor:
+    def _mask(self, layer: Layer) -> Tensor:
         """(P H, 1, Lp) to add to scores of prompt tokens: -inf on padding, and on what the window leaves behind."""
-        if window not in self._masks:
-            keys = self.prefill.keys[layer]
+        if layer.window not in self._masks:
+            keys = self.prefill.keys[layer.index]
             position = torch.arange(keys.shape[2], device=keys.device)
-            hidden = position >= self.lengths[:, None]
-            if window is not None:
-                hidden = hidden | (self.lengths[:, None] + self.length - 1 - position >= window)
-            mask = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill(hidden, -torch.inf)
-            self._masks[window] = mask.repeat_interleave(keys.shape[1], 0)[:, None]
-        return self._masks[window]
+            lengths = self.lengths[:, None]
+            seen = visible(lengths + self.length - 1, position, layer.window).squeeze(1) & (position < lengths)
+            self._masks[layer.window] = additive(seen, keys.dtype).repeat_interleave(keys.shape[1], 0)[:, None]
+        return self._masks[layer.window]
 
     # ---- rows beside their prompts -------------------------------------------------------------------------------
 
@@ -267,9 +254,7 @@ class Continuation:
         self._place = prompt_of * self._columns + column  # (n,)
         self._row_at = torch.zeros(prompts * self._columns, dtype=torch.long, device=order.device)
         self._row_at[self._place] = torch.arange(len(order), device=order.device)
-        self._full = bool((self._place == torch.arange(len(order), device=order.device)).all()) and len(
-            self._place
-        ) == len(self._row_at)
+        self._full = torch.equal(self._place, torch.arange(len(self._row_at), device=order.device))
 
     def _by_prompt(self, values: Tensor) -> Tensor:
         """(P H, R G, X) from (n, H, G, X); what stands where a prompt has fewer rows is never read."""

@@ -20,8 +20,11 @@ def resolve_micro_batch_tokens(policy: Policy) -> int:
     layers, width = config.num_hidden_layers, config.hidden_size
     activations = 2 if policy.gradient_checkpointing else 40
     bytes_per_token = 4 * activations * layers * width
-    if policy.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(policy.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(max(1, min(LARGEST, SHARE_OF_MEMORY * memory // bytes_per_token)))
+    return int(max(1, min(LARGEST, SHARE_OF_MEMORY * total_memory(policy.device) // bytes_per_token)))
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the machine, or of the GPU that `device` is."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

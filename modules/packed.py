@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..data.batch import RolloutBatch
-from .attention import attend_under, causal, visible
+from .attention import Layer, additive, attend_under, causal, visible
 
 
 class Packed:
@@ -39,24 +39,15 @@ class Packed:
         self.predicts = torch.where(completions, predicts, 0)
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (S, heads, D)
         prompts = [tensor[self.prompt_places].transpose(1, 2) for tensor in (queries, keys, values)]
-        outputs = [causal(prompts[0], prompts[1], prompts[2], scaling, window, cap)]  # (P, Hq, Lp, Dv)
+        outputs = [causal(layer, prompts[0], prompts[1], prompts[2])]  # (P, Hq, Lp, Dv)
         if self.own_places.shape[1]:
             own = [tensor[self.own_places].transpose(1, 2) for tensor in (queries, keys, values)]
             seen = [torch.cat([prompts[i][self.prompt_of], own[i]], 2) for i in (1, 2)]  # keys and values
-            mask = self._mask(window, query.dtype)
-            outputs.append(attend_under(mask, own[0], seen[0], seen[1], scaling, cap))  # (N, Hq, T', Dv)
+            mask = self._mask(layer.window, query.dtype)
+            outputs.append(attend_under(mask, layer, own[0], seen[0], seen[1]))  # (N, Hq, T', Dv)
         flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
         return flat[self.back][None]
 
@@ -74,8 +65,7 @@ class Packed:
                 ],
                 -1,
             )
-            mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
-            self._masks[window, dtype] = mask
+            self._masks[window, dtype] = additive(seen, dtype)
         return self._masks[window, dtype]
 
 

@@ -1,6 +1,5 @@
 """The fast engine: a prompt is run once for its whole group, finished completions cost nothing more."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from ...data.errors import UsageError
 from ...data.sampler import Limits, Sampler, Samples, uniforms
 from ..attention import Continuation
+from ..memory import total_memory
 from ..shared_prompts import prefill, run
 from .drawing import draw
 from .generate import GenerateSampler
@@ -124,12 +124,10 @@ def rows_in_memory(policy: Any, prefixes: Sequence[Sequence[int]], limits: Limit
     item = policy.model.dtype.itemsize
     a_token = 2 * config.num_hidden_layers * heads * width * item
     logits = 6 * max(4, item) * policy.model.get_input_embeddings().weight.shape[0]
-    if policy.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(policy.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     longest = max(len(prefix) for prefix in prefixes)
-    return max(1, int(SHARE_OF_MEMORY * memory / (a_token * (limits.max_new_tokens + longest) + logits)))
+    return max(
+        1, int(SHARE_OF_MEMORY * total_memory(policy.device) / (a_token * (limits.max_new_tokens + longest) + logits))
+    )
 
 
 def _empty(rows: int, tokens: int, policy: Any) -> Samples:
