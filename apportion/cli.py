@@ -37,6 +37,7 @@ from apportion.modules.checkpoint import check_file
 
 from .listing import list_command
 from .messages import one_line
+from .nulls import refuse_nulls
 from .overlays import Overlay, configs_first
 from .plan import plan
 
@@ -69,7 +70,7 @@ NOT_LIGHTNINGS = {  # trainer options without use in manual optimisation: the ha
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command. Returns 0, 1 for a failure while running, 2 for a request that is wrong."""
+    """Run the command. Returns 0, 1 for a failure while running, 2 for a request that is wrong, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if args is None else args)
     try:
         _dispatch(words)
@@ -79,7 +80,11 @@ def main(args: Sequence[str] | None = None) -> int:
         return _failed(error, 1)
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
     except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning's way to end
+            return 130
         if isinstance(stop.code, str):
             return _failed(stop, 1)
         return stop.code or 0
@@ -209,6 +214,17 @@ class Command(LightningCLI):
         parser.add_lightning_class_args(BudgetLimit, "budget")
         parser.link_arguments("seed_everything", "data.seed", compute_fn=int)
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        config = self.config[self.command]
+        sections = {PolicyGradient: "model", RolloutDataModule: "data", BudgetLimit: "budget"}
+        refuse_nulls({cls: (name, config[name]) for cls, name in sections.items()})
+        if not isinstance(config.seed_everything, bool) and config.seed_everything < 0:
+            raise UsageError(f"seed_everything is {config.seed_everything}: give a whole number of at least 0")
+        folder = Path(config.name)
+        if folder == Path() or folder.is_absolute() or ".." in folder.parts:
+            raise UsageError(f"name is '{config.name}': give the name of a folder below runs/")
+
     def before_fit(self) -> None:
         if self.config.fit.dry_run:
             print("\n".join(plan(self.model, self.datamodule, self.trainer)))
@@ -220,7 +236,7 @@ class Command(LightningCLI):
         config = self.config[self.command]
         path = config.get("ckpt_path")
         if path in ("last", "best"):
-            runs = Path("runs") / config.name
+            runs = runs_folder(config.trainer.default_root_dir) / config.name
             found = sorted(runs.glob(f"version_*/checkpoints/{path}.ckpt"), key=lambda file: file.stat().st_mtime)
             if not found:
                 raise UsageError(f"ckpt_path is '{path}', but no run in {runs} has a checkpoint yet: give a .ckpt file")
@@ -245,7 +261,8 @@ class Command(LightningCLI):
                 raise UsageError(f"trainer.{name} is {given[name]}, which is not used here: set {instead} instead")
         if given.get("logger") in (None, True):
             name = self._get(self.config_init, "name")
-            options["logger"] = TensorBoardLogger("runs", name=name, default_hp_metric=False)
+            root = runs_folder(given.get("default_root_dir"))
+            options["logger"] = TensorBoardLogger(root, name=name, default_hp_metric=False)
         if given.get("enable_progress_bar") is False:
             watching = self.trainer_defaults["callbacks"]
             self.trainer_defaults["callbacks"] = [
@@ -262,6 +279,11 @@ def cause(error: BaseException | None) -> UsageError | RunError | None:
     while error is not None and not isinstance(error, UsageError | RunError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def runs_folder(root: str | None) -> Path:
+    """Where runs lie: below trainer.default_root_dir, the current folder unless given."""
+    return Path(root or ".") / "runs"
 
 
 def default_callbacks(command: str) -> list[Callback]:

@@ -16,9 +16,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from apportion.data.errors import nearest
+from apportion.modules.trainer_options import PRECISIONS
 
 HERE = "\0"
 ROOTS = ("model", "data", "budget", "trainer")
+CHOICES = {"trainer.precision": PRECISIONS}  # of options for which the parser allows more than can be used
 NO_CHOICE = (torch.Tensor, torch.optim.Optimizer, LRScheduler)  # what an annotation names, and nobody asks for
 
 
@@ -30,7 +32,16 @@ def one_line(message: str, parser: Any) -> str:
         parser: the parser that it comes from; its options are the known ones.
     """
     message = message.removeprefix('Parser key "config": ')
-    for explain in (_from_inside, _unknown_words, _unknown_key, _unknown_option, _unknown_class, _missing, _wrong):
+    for explain in (
+        _from_inside,
+        _unknown_words,
+        _unknown_key,
+        _unknown_option,
+        _no_group,
+        _unknown_class,
+        _missing,
+        _wrong,
+    ):
         line = explain(message, parser)
         if line:
             return line
@@ -85,10 +96,22 @@ def _unknown_option(message: str, parser: Any) -> str | None:
     )
 
 
+def _no_group(message: str, parser: Any) -> str | None:
+    """One value in the place of a group of options."""
+    match, key = re.search(r"Unable to load config '(.*)'", message), _key(message, parser)
+    if match is None:
+        return None
+    known = min((option for option in _options(parser) if option.startswith(f"--{key}.")), default=f"--{key}.…")
+    return f"{key} is '{match[1]}', but it is a group of options: give them one by one, say {known}"
+
+
 def _unknown_class(message: str, parser: Any) -> str | None:
     match = re.search(r"Expected a dot import path string: (.+)", message)
     null = re.search(r"Not a valid subclass of \w+\. Got value: (\S+)", message)
     key, bases = _key(message, parser), list(_expected_classes(message, parser))
+    if match and not key:  # --KEY.help=CLASS
+        key = message.split(":")[0].removeprefix("--")
+        bases = list(_classes_of(key.removesuffix(".help"), parser))
     if match is None and null is None:
         return _not_importable(message, key)
     if "Expected a <class 'float'>" in message or "Expected a <class 'int'>" in message:
@@ -110,6 +133,9 @@ def _not_importable(message: str, key: str) -> str | None:
     if several:
         return f"{key} is '{several[1]}', which several classes are called: give {several[2].replace(', ', ' or ')}"
     match = re.search(r"Problem with given class_path '([^']+)':\s+(.*)", message)
+    factory = re.search(r"expects a function or a callable class: (.*)\n(?:.*\n)*.*Given value: (.*)", message)
+    if factory and "." in factory[2]:
+        return f"{key} is '{factory[2]}', which cannot be imported ({factory[1]}): check the name"
     if match is None or not re.search(r"import|module|attribute", match[2], re.IGNORECASE):
         return None
     return (
@@ -140,10 +166,14 @@ def _wrong(message: str, parser: Any) -> str | None:
     if nested:
         value = nested[2].strip("'")
     choices = [choice for kind in expected for choice in _choices(kind)]
-    if len(choices) > 4:
+    choices = list(CHOICES.get(_key(message, parser), dict.fromkeys(choices)))
+    if len(choices) > 4 or _key(message, parser) in CHOICES:
         return f"{_key(message, parser)} is '{value}': {nearest(value, choices)}"
-    kinds = [kind for word in expected if (kind := _kind(word))]
-    return f"{_key(message, parser)} is '{value}': give {' or '.join(dict.fromkeys([*choices, *kinds]))}"
+    kinds = [kind for word in expected if (kind := kind_of(word))]
+    if value.lstrip("-+").lower() in ("nan", "inf", "infinity"):
+        kinds = [kind.replace("a number", "a finite number") for kind in kinds]
+    shown, wanted = "null" if value == "None" else f"'{value}'", " or ".join(dict.fromkeys([*choices, *kinds]))
+    return f"{_key(message, parser)} is {shown}: give {wanted}"
 
 
 # ---- helpers -------------------------------------------------------------------------------------------------------
@@ -172,7 +202,7 @@ def _choices(expected: str) -> Iterator[str]:
         yield from (choice.strip(" '\"") for choice in literal[1].split(","))
 
 
-def _kind(expected: str) -> str | None:
+def kind_of(expected: str) -> str | None:
     plain = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
     plain |= {"NoneType": "null", "list": "a list", "Iterable": "a list", "dict": "a mapping"}
     kind = re.match(r"<class '(?:[\w.]+\.)?(\w+)'>", expected)
@@ -185,14 +215,18 @@ def _kind(expected: str) -> str | None:
 def _expected_classes(message: str, parser: Any) -> Iterable[type]:
     """The base classes that the option in question takes."""
     keys = re.findall(r'Parser key "([^"]+)"', message)
-    action = next((a for a in parser._actions if keys and a.dest == keys[-1]), None)
-    return dict.fromkeys(_classes_in(getattr(action, "_typehint", None)))
+    return _classes_of(keys[-1], parser) if keys else ()
 
 
-def _classes_in(annotation: Any) -> Iterator[type]:
+def _classes_of(dest: str, parser: Any) -> Iterable[type]:
+    action = next((a for a in parser._actions if a.dest == dest), None)
+    return dict.fromkeys(classes_in(getattr(action, "_typehint", None)))
+
+
+def classes_in(annotation: Any) -> Iterator[type]:
     if not inspect.isclass(annotation) or typing.get_args(annotation):
         for argument in typing.get_args(annotation)[-1 if _is_callable(annotation) else 0 :]:
-            yield from _classes_in(argument)
+            yield from classes_in(argument)
     elif annotation not in (type(None), str, int, float, bool, list, dict, torch.Tensor):
         yield annotation
 

@@ -11,7 +11,7 @@ from jsonargparse import ActionConfigFile  # pyright: ignore[reportPrivateImport
 
 from apportion.data.errors import UsageError, nearest
 
-from .messages import one_line
+from .messages import ROOTS, one_line
 
 OPTIONS = ("--config", "-c")
 
@@ -80,6 +80,10 @@ def read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds {type(content).__name__} and not a mapping of options, say `trainer: {{…}}`")
+    content = {key: value for key, value in content.items() if value is not None or key not in ROOTS}  # empty sections
+    for key in ROOTS:
+        if not isinstance(content.get(key, {}), dict):
+            raise UsageError(f"{path}: {key} is '{content[key]}': give a mapping of options, say `{key}: {{…}}`")
     return content
 
 

@@ -79,6 +79,13 @@ class FitSummary(L.Callback):
         if trainer.is_global_zero:
             print("\n" + "\n".join(self.sentences(trainer, pl_module)))
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and self._fit_start:
+            batches = module_of(pl_module).rollout_step
+            print(f"\nInterrupted after {_count(batches, 'rollout batch', 'rollout batches')}.")
+            print("\n".join(self._places(trainer)))
+            print(self._going_on(trainer))
+
     def sentences(self, trainer: L.Trainer, pl_module: L.LightningModule) -> list[str]:
         """The summary's lines."""
         batches = module_of(pl_module).rollout_step
@@ -97,11 +104,22 @@ class FitSummary(L.Callback):
             f"{_count(spent.tokens, 'token')}.",
             f"Time: {duration(total)}" + (f" ({times})." if times else "."),
         ]
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        if loggers:
-            lines.append(f"The run is in {_shown(loggers[0].log_dir)}")
-            lines.append(f"To look at it: {_tensorboard()} --logdir {_shown(loggers[0].save_dir)}")
-        return lines
+        return [*lines, *self._places(trainer)]
+
+    def _places(self, trainer: L.Trainer) -> list[str]:
+        logger = next((logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
+        if logger is None:
+            return []
+        return [
+            f"The run is in {_shown(logger.log_dir)}",
+            f"To look at it: {_tensorboard()} --logdir {_shown(logger.save_dir)}",
+        ]
+
+    def _going_on(self, trainer: L.Trainer) -> str:
+        last = Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+        if not last.exists():
+            return "There is no checkpoint yet: the first is written after the first validation during training."
+        return "To go on from the last checkpoint: the same command with --ckpt_path last"
 
     def _accuracy_lines(self) -> list[str]:
         lines = []

@@ -1,6 +1,7 @@
 """The rollout datamodule: which prompts a step gets, and how they become a verified RolloutBatch."""
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,14 @@ class Validation:
     prompts_per_call: int = 64
 
     def __post_init__(self) -> None:
+        for name in ("prompts", "samples", "prompts_per_call"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"data.validation.{name} is {getattr(self, name)}: give a whole number of at least 1 (to validate "
+                    "never, set trainer.limit_val_batches to 0)"
+                )
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(f"data.validation.temperature is {self.temperature}: give 0 (greedy) or a number above")
         if self.samples > 1 and self.temperature == 0:
             raise UsageError(
                 f"data.validation.samples is {self.samples} with greedy decoding, which gives {self.samples} equal "
@@ -168,6 +177,11 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
     def train_rows(self) -> list[dict[str, Any]]:
         """The training prompts, once `setup` has loaded them."""
         return self._train
+
+    @property
+    def batches_in_an_epoch(self) -> int:
+        """Rollout batches in one pass over the training prompts."""
+        return len(self._train) // self.prompts_per_step
 
     def load_prompts(
         self, task: Task, split: Split, policy: PolicyLike, limit: int | None = None

@@ -17,6 +17,8 @@ from .tasks.base import Task, Verdict
 
 log = logging.getLogger(__name__)
 
+LARGEST = 1e18  # of a reward: its square is still a 32-bit float
+
 
 class Reward(Configurable, ABC):
     """One named term of the reward.
@@ -139,9 +141,10 @@ def combine(
 ) -> RewardResult:
     """The weighted sum of the terms, reward = Σ weight · term. N = number of completions; every list has N items.
 
-    A value that is None, NaN or infinite is missing, and with it the reward of its row, unless the term's weight is 0;
-    a missing reward is never 0. A term that raises, or returns something that is not a list of N, is called again for
-    each completion alone, so that only the rows at fault are missing; each kind of failure is logged once a term.
+    A value that is None, NaN, infinite or beyond 1e18 is missing, and with it the reward of its row, unless the
+    term's weight is 0; a missing reward is never 0. A term that raises, or returns something that is not a list of N,
+    is called again for each completion alone, so that only the rows at fault are missing; each kind of failure is
+    logged once a term.
     UsageError and RunError are not failures of a row and pass through.
 
     Verdict terms that no reward is named after are added to `terms`, so that they are logged as well.
@@ -260,6 +263,8 @@ def _number(value: Any) -> tuple[float, str | None]:
         return math.nan, f"a {type(value).__name__}, not a number"
     if not math.isfinite(number):
         return math.nan, "NaN" if math.isnan(number) else "infinite"
+    if abs(number) > LARGEST:
+        return math.nan, f"beyond {LARGEST:g}"
     return number, None
 
 

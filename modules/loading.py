@@ -52,7 +52,9 @@ def load(
         tokenizer = character_tokenizer()
         with _load_errors(model, "a model", attention):
             made: Any = fresh_model(fresh, tokenizer, attention)
-        return made.to(torch.float32 if dtype == "auto" else getattr(torch, dtype)), tokenizer
+        for weight in made.parameters():  # buffers stay exact, see Policy._apply
+            weight.data = weight.data.to(torch.float32 if dtype == "auto" else getattr(torch, dtype))
+        return made, tokenizer
     place = _place(model)
     if isinstance(place, Path):
         _check_folder(model, place, gguf_file)

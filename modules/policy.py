@@ -136,6 +136,17 @@ class Policy(Configurable, nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Policy":
+        """Conversions (to a device, to a dtype) leave buffers as exact as they are: a rotary frequency in bfloat16 puts
+        a token some hundred positions in at the wrong place."""
+        exact = dict(self.model.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_floating_point() and buffer.dtype.itemsize < exact[name].dtype.itemsize:
+                owner, _, own_name = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), own_name, exact[name].to(buffer.device))
+        return self
+
     # ---- text ----------------------------------------------------------------------------------------------------
 
     def encode_prompt(self, prompt: str | list[dict[str, str]]) -> list[int]:
@@ -184,6 +195,20 @@ class Policy(Configurable, nn.Module):
         finally:
             for module in training:
                 module.training = True
+
+    @contextmanager
+    def full_precision(self) -> Iterator["Policy"]:
+        """With fp32 weights in place of 16-bit ones, and without autocast, for numbers that 16 bits would drown. The
+        16-bit weights are kept beside them and are put back."""
+        halves = [(p, p.data) for p in self.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+        try:
+            for parameter, data in halves:
+                parameter.data = data.float()
+            with torch.autocast(self.device.type, enabled=False):
+                yield self
+        finally:
+            for parameter, data in halves:
+                parameter.data = data
 
     # ---- scoring -------------------------------------------------------------------------------------------------
 

@@ -30,10 +30,9 @@ from .policy import Policy
 from .predictions import prediction_rows
 from .reporting import Totals, rollout_metrics
 from .signals import SignalContext, SignalProvider, Signals, providers_for
+from .trainer_options import check_precision, check_validation_interval
 from .validation import ValidationMetrics
 from .warm_start import WarmStart
-
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 
 
 @dataclass
@@ -280,13 +279,9 @@ class PolicyGradient(Configurable, L.LightningModule):
         return cast(RolloutDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def setup(self, stage: str) -> None:
-        if str(self.trainer.precision) not in PRECISIONS:
-            raise UsageError(
-                f"trainer.precision is '{self.trainer.precision}': give one of {', '.join(PRECISIONS)} "
-                "(16-bit floats need loss scaling, which would hide a non-finite gradient)"
-            )
         if not isinstance(getattr(self.trainer, "datamodule", None), RolloutDataModule):
             raise UsageError("PolicyGradient trains on a RolloutDataModule: call trainer.fit(module, datamodule=…)")
+        check_precision(self.trainer)
         asked_by = type(self.estimator).__name__
         if self.datamodule.group_size < self.estimator.smallest_group:
             raise UsageError(
@@ -296,6 +291,7 @@ class PolicyGradient(Configurable, L.LightningModule):
         for provider in self.providers.values():
             cast(SignalProvider, provider).check(self.datamodule.task, asked_by)
         if stage == "fit":
+            check_validation_interval(self.trainer, self.datamodule.batches_in_an_epoch)
             self.policy.check_trainable_distribution()
 
     def on_fit_start(self) -> None:
@@ -327,10 +323,15 @@ class PolicyGradient(Configurable, L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.parameters() if p.requires_grad]
-        optimizer = self.optimizer_factory(trainable)
-        if self.scheduler_factory is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
+        option = "model.optimizer"
+        try:
+            optimizer = self.optimizer_factory(trainable)
+            if self.scheduler_factory is None:
+                return optimizer
+            option = "model.lr_scheduler"
+            return {"optimizer": optimizer, "lr_scheduler": self.scheduler_factory(optimizer)}
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{option} cannot be made of its options ({error}): mend them") from error
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[KEY] = {

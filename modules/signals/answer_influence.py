@@ -16,8 +16,9 @@ class AnswerInfluence(SignalProvider):
 
     With E the embeddings of the reasoning tokens (those before the answer), p the softmax of the mean logits at the
     positions that predict the answer, and J = KL(sg(p at E) || p at E + noise): s_t = |<dJ/dE_t, E_t>|. The noise keeps
-    J away from its minimum, where the gradient vanishes; it is drawn per (run, step, prompt, member) in fp32.
-    Being a difference of two nearly equal beliefs, a score in float32 is good to about a tenth of the largest.
+    J away from its minimum, where the gradient vanishes; it is drawn per (run, step, prompt, member).
+    Being a difference of two nearly equal beliefs, a score in float32 is good to about a tenth of the largest; 16 bits
+    would drown it, so it is always computed with fp32 weights.
 
     Shape (N, T); exactly 0 outside the reasoning tokens, where there is no answer, and in groups whose rewards are all
     equal (nothing to reshape there, so they are not scored).
@@ -38,10 +39,11 @@ class AnswerInfluence(SignalProvider):
         chosen = self._worth_scoring(rollouts)
         if len(chosen):
             subset = rollouts[chosen]
-            for rows in subset.rows_by_token_budget(context.micro_batch_tokens):
-                score = self._score(subset[rows], context)
-                influence = influence.to(score.dtype)
-                influence[chosen[rows], : score.shape[1]] = score
+            with context.policy.full_precision():
+                for rows in subset.rows_by_token_budget(context.micro_batch_tokens):
+                    score = self._score(subset[rows], context)
+                    influence = influence.to(score.dtype)
+                    influence[chosen[rows], : score.shape[1]] = score
         return {"answer_influence": influence}
 
     @staticmethod
@@ -65,10 +67,10 @@ class AnswerInfluence(SignalProvider):
             clean = answer_log_probs(policy, rollouts, embeddings, answer)
         embeddings = embeddings.detach().clone()
         width = position.shape[0]
-        noisy = embeddings.float() if embeddings.dtype != torch.float64 else embeddings.clone()
+        noisy = embeddings.clone()
         noisy[:, -width:] += self._noise_of(rollouts, context, embeddings.shape[-1]).to(noisy) * reasoning[..., None]
         with torch.enable_grad():
-            noisy = noisy.to(embeddings.dtype).requires_grad_()
+            noisy.requires_grad_()
             belief = answer_log_probs(policy, rollouts, noisy, answer)
             divergence = (clean.exp() * (clean - belief)).sum()
             (gradient,) = torch.autograd.grad(divergence, noisy)

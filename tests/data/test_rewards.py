@@ -39,7 +39,7 @@ def fails_on_bad(completions):
     return [1.0] * len(completions)
 
 def odd_values(completions):
-    odd = {"none": None, "nan": math.nan, "inf": math.inf, "text": "1", "bool": True}
+    odd = {"none": None, "nan": math.nan, "inf": math.inf, "huge": -1e300, "text": "1", "bool": True}
     return [odd.get(text, 2.0) for text in completions]
 
 def sum_of_all(completions):
@@ -128,13 +128,14 @@ def test_pitfall_08_only_the_rows_of_a_failing_callable_are_missing(caplog):
 
 
 def test_pitfall_08_none_nan_infinite_and_text_are_missing_and_counted_by_reason():
-    result = run([CallableReward("my_rewards.odd_values")], ["none", "nan", "inf", "text", "bool", "fine"])
-    assert result.valid == [False, False, False, False, True, True]
-    assert result.reward[4:] == [1.0, 2.0]
+    result = run([CallableReward("my_rewards.odd_values")], ["none", "nan", "inf", "huge", "text", "bool", "fine"])
+    assert result.valid == [False, False, False, False, False, True, True]
+    assert result.reward[5:] == [1.0, 2.0]
     assert result.failures == {
         "odd_values: None": 1,
         "odd_values: NaN": 1,
         "odd_values: infinite": 1,
+        "odd_values: beyond 1e+18": 1,
         "odd_values: a str, not a number": 1,
     }
 

@@ -1,5 +1,6 @@
 """Scoring against a plain forward pass of one completion at a time, and everything else that a policy promises."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
+from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from apportion.data.configurable import describe
@@ -385,3 +387,18 @@ def test_token_ends_are_found_in_linear_time():
 
 def test_token_strings_are_readable():
     assert CHARACTERS.token_strings([*CHARACTERS.encode_text("1 \n"), 1]) == ["1", " ", "\n", "<eos>"]
+
+
+def test_conversions_leave_positions_exact():
+    """Lightning's bf16-true converts a whole module; transformers keeps rotary frequencies in fp32."""
+    policy = Policy(fresh=FreshModel(layers=1, width=16, heads=2))
+    frequencies = policy.model.model.rotary_emb.inv_freq.clone()
+    for converted in (
+        copy.deepcopy(policy).to(torch.bfloat16),
+        nn.ModuleList([copy.deepcopy(policy)]).to(torch.bfloat16)[0],
+        Policy(fresh=FreshModel(layers=1, width=16, heads=2), dtype="bfloat16"),
+    ):
+        assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
+        found = converted.model.model.rotary_emb.inv_freq
+        assert found.dtype == torch.float32
+        assert torch.equal(found, frequencies)

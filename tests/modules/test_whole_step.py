@@ -270,6 +270,22 @@ def test_answer_influence(dtype, tolerance):
         torch.testing.assert_close(found[i].double(), expected, rtol=0, atol=tolerance * float(expected.max()))
 
 
+def test_16_bits_do_not_drown_the_answer_influence():
+    rounded = build_policy("bfloat16")
+    exact = build_policy("float32")
+    exact.load_state_dict(rounded.state_dict())
+    before = [p.data_ptr() for p in rounded.parameters()]
+    scores = {}
+    for name, policy, autocast in (("exact", exact, False), ("rounded", rounded, False), ("mixed", exact, True)):
+        module = build_module(policy, OutcomeReshaped(), Reinforce(), None, "token_mean")
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            scores[name] = module.signals(build_batch(torch.float32))["answer_influence"]
+    assert scores["exact"].sum() > 0
+    assert torch.equal(scores["rounded"], scores["exact"])
+    assert torch.equal(scores["mixed"], scores["exact"])
+    assert [p.data_ptr() for p in rounded.parameters()] == before
+
+
 ALL = [
     (*names, AGGREGATION_NAMES[k % 4]) for k, names in enumerate(itertools.product(ESTIMATORS, OBJECTIVES, FORMS))
 ]  # every estimator with every objective and form
