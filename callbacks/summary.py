@@ -80,7 +80,8 @@ class FitSummary(L.Callback):
             print("\n" + "\n".join(self.sentences(trainer, pl_module)))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and self._fit_start:
+        interrupted = isinstance(exception, KeyboardInterrupt) or isinstance(exception.__context__, KeyboardInterrupt)
+        if interrupted and trainer.is_global_zero and self._fit_start:
             batches = module_of(pl_module).rollout_step
             print(f"\nInterrupted after {_count(batches, 'rollout batch', 'rollout batches')}.")
             print("\n".join(self._places(trainer)))
