@@ -1,12 +1,15 @@
 """From hidden states to log-probabilities of tokens, without holding the logits of a whole batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-LOGITS_AT_ONCE = 2**24  # numbers: 64 MiB in fp32, and a few times that while they are worked on
+LOGITS_AT_ONCE = 2**25  # numbers: 128 MiB in fp32
+WORKED_ON_AT_ONCE = 2**20  # numbers: what stays in a processor's cache between two operations
 
 
 def token_statistics(
@@ -24,17 +27,11 @@ def token_statistics(
     Args:
         hidden: (M, d).
         tokens: (M,) long.
-        head: logits (m, V), in fp32 at least, of hidden states (m, d).
+        head: logits (m, V), in fp32 at least, of hidden states (m, d). They are overwritten.
     """
 
-    def of(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        log_probs = head(hidden).log_softmax(-1)
-        found = [log_probs.gather(-1, tokens[:, None]).squeeze(-1)]
-        if entropy:
-            found.append(-(log_probs.exp() * log_probs).sum(-1))
-        if sum_sq_probs:
-            found.append((2 * log_probs.detach()).exp().sum(-1))
-        return tuple(found)
+    def of(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _Statistics.apply(head(hidden), tokens, entropy, sum_sq_probs)  # type: ignore[return-value]
 
     vocabulary = head(hidden[:0]).shape[-1]
     run = max(1, LOGITS_AT_ONCE // vocabulary)
@@ -46,4 +43,51 @@ def token_statistics(
             for i in range(0, len(hidden), run)
         ]
         found = tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
-    return found[0], found[1] if entropy else None, found[-1] if sum_sq_probs else None
+    return found[0], found[1] if entropy else None, found[2] if sum_sq_probs else None
+
+
+class _Statistics(torch.autograd.Function):
+    """What `token_statistics` gives, from logits l (M, V) that become log p. With y the token and H the entropy:
+
+    d log p_y / d l = onehot_y - p,    d H / d l = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, entropy: bool, squares: bool) -> tuple[Tensor, ...]:
+        entropies, squared = logits.new_zeros(len(logits)), logits.new_zeros(len(logits))
+        for rows in _runs(logits):
+            part = logits[rows]
+            part -= part.amax(-1, keepdim=True)
+            weights = part.exp()
+            total = weights.sum(-1, keepdim=True)
+            log_total = total.log()
+            if entropy:
+                entropies[rows] = log_total.squeeze(-1) - torch.linalg.vecdot(weights, part) / total.squeeze(-1)
+            if squares:
+                squared[rows] = torch.linalg.vecdot(weights, weights) / total.squeeze(-1) ** 2
+            part -= log_total
+        ctx.entropy = entropy
+        logp = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        ctx.save_for_backward(logits, tokens, entropies)
+        ctx.mark_non_differentiable(*([] if entropy else [entropies]), squared)
+        return logp, entropies, squared
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above_logp: Tensor, above_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, tokens, entropies = ctx.saved_tensors
+        gradient = torch.empty_like(log_probs)
+        for rows in _runs(log_probs):
+            part, above = gradient[rows], -above_logp[rows, None]
+            torch.exp(log_probs[rows], out=part)
+            if ctx.entropy:
+                above = above - above_entropy[rows, None] * (log_probs[rows] + entropies[rows, None])
+            part *= above
+        gradient.scatter_add_(-1, tokens[:, None], above_logp[:, None])
+        return gradient, None, None, None
+
+
+def _runs(logits: Tensor) -> Iterator[slice]:
+    size = max(1, WORKED_ON_AT_ONCE // logits.shape[-1])
+    for start in range(0, len(logits), size):
+        yield slice(start, start + size)

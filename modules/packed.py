@@ -28,36 +28,38 @@ class Packed:
         own_positions = (self.prompt_lengths[self.prompt_of][:, None] + column)[fed]
         self.positions = torch.cat([prompt_positions, own_positions])[None]
 
-        ends = self.prompt_lengths.cumsum(0)
-        self.prompt_places, prompt_back = _places(self.prompt_lengths, 0)
         fed_lengths = (lengths - 1).clamp(min=0)
-        self.own_places, own_back = _places(fed_lengths, prompt_tokens)
-        self.back = torch.cat([prompt_back, own_back + self.prompt_places.numel()])
-        before = self.own_places if self.own_places.shape[1] else self.own_places.new_zeros(len(lengths), 1)
-        behind = before[:, (column[1:] - 1).clamp(max=before.shape[1] - 1)]  # (N, T - 1)
+        self.parts = [prompt_tokens, int(fed_lengths.sum())]
+        self.prompts, self.own = _Table(self.prompt_lengths), _Table(fed_lengths)
+        ends = self.prompt_lengths.cumsum(0)
+        starts = prompt_tokens + fed_lengths.cumsum(0) - fed_lengths
+        behind = starts[:, None] + column[1:] - 1  # (N, T - 1)
         predicts = torch.cat([(ends - 1)[self.prompt_of][:, None], behind], 1)[:, : len(column)]
         self.predicts = torch.where(completions, predicts, 0)
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (S, heads, D)
-        prompts = [tensor[self.prompt_places].transpose(1, 2) for tensor in (queries, keys, values)]
-        outputs = [causal(layer, prompts[0], prompts[1], prompts[2])]  # (P, Hq, Lp, Dv)
-        if self.own_places.shape[1]:
-            own = [tensor[self.own_places].transpose(1, 2) for tensor in (queries, keys, values)]
-            seen = [torch.cat([prompts[i][self.prompt_of], own[i]], 2) for i in (1, 2)]  # keys and values
+        parts = [tensor[0].transpose(0, 1).split(self.parts) for tensor in (query, key, value)]  # (S, heads, D) each
+        prompts = [self.prompts.rows(part).transpose(1, 2) for part, _ in parts]
+        outputs = [self.prompts.tokens(causal(layer, *prompts).transpose(1, 2))]
+        if self.own.longest:
+            own = [self.own.rows(part).transpose(1, 2) for _, part in parts]
+            before = [
+                tensor.expand(len(own[0]), -1, -1, -1) if len(tensor) == 1 else tensor[self.prompt_of]
+                for tensor in prompts[1:]
+            ]
+            keys, values = (torch.cat(pair, 2) for pair in zip(before, own[1:], strict=True))
             mask = self._mask(layer.window, query.dtype)
-            outputs.append(attend_under(mask, layer, own[0], seen[0], seen[1]))  # (N, Hq, T', Dv)
-        flat = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
-        return flat[self.back][None]
+            outputs.append(self.own.tokens(attend_under(mask, layer, own[0], keys, values).transpose(1, 2)))
+        return torch.cat(outputs)[None]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(N, T', Lp + T') to add to the scores of completion tokens."""
         if (window, dtype) not in self._masks:
-            device = self.back.device
+            device = self.prompt_of.device
             lengths = self.prompt_lengths[self.prompt_of][:, None]  # (N, 1)
-            prompt = torch.arange(self.prompt_places.shape[1], device=device)
-            own = lengths + torch.arange(self.own_places.shape[1], device=device)  # (N, T') positions
+            prompt = torch.arange(self.prompts.longest, device=device)
+            own = lengths + torch.arange(self.own.longest, device=device)  # (N, T') positions
             seen = torch.cat(
                 [
                     visible(own, prompt.expand(len(lengths), -1), window) & (prompt < lengths)[:, None],
@@ -69,11 +71,24 @@ class Packed:
         return self._masks[window, dtype]
 
 
-def _places(lengths: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Where sequences of these lengths, one behind the other from `start` on, lie: (K, longest) places, some existing
-    place on padding; and (sum of lengths,) the reverse, places in the padded table flattened."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    column = torch.arange(longest, device=lengths.device)
-    used = column < lengths[:, None]
-    places = start + (lengths.cumsum(0) - lengths)[:, None] + column
-    return torch.where(used, places, 0), used.flatten().nonzero().squeeze(1)
+class _Table:
+    """Sequences that lie one behind the other, as rows padded to the longest, and back."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.longest = int(lengths.max()) if len(lengths) else 0
+        self.shape = (len(lengths), self.longest)
+        column = torch.arange(self.longest, device=lengths.device)
+        used = column < lengths[:, None]
+        self.ragged = not bool(used.all())
+        places = (lengths.cumsum(0) - lengths)[:, None] + column
+        self.places = torch.where(used, places, 0).flatten()  # an existing token stands on padding
+        self.back = used.flatten().nonzero().squeeze(1)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """(K, longest, ...) from (sum of lengths, ...)."""
+        return (tokens.index_select(0, self.places) if self.ragged else tokens).unflatten(0, self.shape)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """The reverse."""
+        flat = rows.flatten(0, 1)
+        return flat.index_select(0, self.back) if self.ragged else flat

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -222,6 +223,8 @@ def _pack(value: Any) -> Any:
     """JSON that keeps what JSON cannot: scorers tell tuples from lists and numbers from text."""
     if isinstance(value, tuple):
         return {"__tuple__": [_pack(item) for item in value]}
+    if isinstance(value, Fraction):
+        return {"__fraction__": str(value)}
     if isinstance(value, list):
         return [_pack(item) for item in value]
     if isinstance(value, dict):
@@ -237,6 +240,8 @@ def _unpack(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"__tuple__"}:
             return tuple(_unpack(item) for item in value["__tuple__"])
+        if value.keys() == {"__fraction__"}:
+            return Fraction(value["__fraction__"])
         if value.keys() == {"__items__"}:
             return {_unpack(key): _unpack(item) for key, item in value["__items__"]}
         return {key: _unpack(item) for key, item in value.items()}

@@ -1,6 +1,7 @@
 import json
 import random
 import time
+from fractions import Fraction
 
 import numpy
 import pytest
@@ -144,7 +145,7 @@ def test_a_scorer_that_hangs_is_stopped(monkeypatch):
 
 def test_metadata_survives_json_exactly():
     """Scorers compare tuples; JSON has only lists."""
-    value = {"a": (1, [2, (3,)]), "b": {1: "x", (0, 1): None}, "c": numpy.int64(4), "d": {}}
+    value = {"a": (1, [2, (3,)]), "b": {1: "x", (0, 1): None}, "c": numpy.int64(4), "d": {}, "e": Fraction(1, 3)}
     packed = json.loads(json.dumps(module._pack(value), default=module._no_numpy))
     assert module._unpack(packed) == {**value, "c": 4}
 
