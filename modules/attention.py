@@ -98,14 +98,17 @@ class Prefill:
     """The prompts' own pass: causal, and keys and values are kept. Prompts are padded on the right, where padding
     changes nothing that comes before it.
 
-    keys, values: by layer, (P, H, Lp, D) and (P, H, Lp, Dv).
+    keys, values: by layer, (P, H, Lp, D) and (P, H, Lp, Dv). layers: what each said of its attention.
     """
 
     def __init__(self) -> None:
+        self.layers: dict[int, Layer] = {}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 under autocast
+        self.layers[layer.index] = layer
         self.keys[layer.index], self.values[layer.index] = key.contiguous(), value.contiguous()
         return causal(layer, query, key, value).transpose(1, 2)
 
@@ -182,6 +185,7 @@ class Continuation:
         return (self.lengths[prompt_of] + self.length - 1)[:, None]
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = query.to(value.dtype), key.to(value.dtype)
         rows, heads, _, width = query.shape
         kv, grouped = key.shape[1], heads // key.shape[1]
         own_keys, own_values = self._append(layer.index, key, value)
@@ -191,19 +195,26 @@ class Continuation:
         prompt_keys, prompt_values = self.prefill.keys[layer.index], self.prefill.values[layer.index]
         prompts, _, longest, _ = prompt_keys.shape
 
-        scaled = (query * layer.scaling).view(rows, kv, grouped, width)
-        scores = self._by_prompt(scaled) @ prompt_keys.view(prompts * kv, longest, width).transpose(1, 2)
-        scores = self._by_row(capped(scores, layer.cap) + self._mask(layer), kv, grouped)  # (n, H, G, Lp)
-        own = scaled.view(rows * kv, grouped, width) @ own_keys.flatten(0, 1).transpose(1, 2)
-        own = capped(own, layer.cap).view(rows, kv, grouped, -1)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        weights = torch.cat([scores, own], -1).softmax(-1, dtype=exact).to(query.dtype)
+        queries = query.reshape(rows, kv, grouped, width)
+        before = prompt_keys.view(prompts * kv, longest, width).transpose(1, 2)
+        scores = self._scores(layer, self._by_prompt(queries), before, self._mask(layer))
+        scores = self._by_row(scores, kv, grouped)  # (n, H, G, Lp)
+        own = self._scores(layer, queries.flatten(0, 1), own_keys.flatten(0, 1).transpose(1, 2), None)
+        weights = torch.cat([scores, own.view(rows, kv, grouped, -1)], -1).softmax(-1)
 
         deep = value.shape[-1]
         output = self._by_prompt(weights[..., :longest]) @ prompt_values.view(prompts * kv, longest, deep)
         output = self._by_row(output, kv, grouped).reshape(rows * kv, grouped, deep)
         output = torch.baddbmm(output, weights[..., longest:].flatten(0, 1), own_values.flatten(0, 1))
         return output.view(rows, 1, heads, deep)
+
+    @staticmethod
+    def _scores(layer: Layer, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, L, S) from query (B, L, D), key (B, D, S) and a mask (B, 1, S) to add."""
+        if layer.cap is None and mask is not None:
+            return torch.baddbmm(mask, query, key, alpha=layer.scaling)
+        scores = capped(query * layer.scaling @ key, layer.cap)
+        return scores if mask is None else scores + mask
 
     def advance(self, alive: Tensor, prompt_of: Tensor) -> Tensor:
         """Close the step and go on with the rows that are `alive` (n,) bool: (m,) long, where each of the m rows of the

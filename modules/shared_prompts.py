@@ -1,10 +1,13 @@
 """Whether a model can be run with prompts that are shared by their completions: tried out, not looked up."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..data.batch import RolloutBatch
 from .attention import Continuation, Pattern, Prefill, UnsupportedError, use_shared_attention
+from .lean_decoder import LeanDecoder, why_not_lean
 from .packed import Packed
 from .split_model import TOLERANCE, SplitModel
 
@@ -28,6 +31,17 @@ def prefill(split: SplitModel, prompts: Tensor, lengths: Tensor) -> tuple[Tensor
     return hidden[torch.arange(len(prompts), device=prompts.device), lengths - 1], pattern
 
 
+Step = Callable[[Tensor, Tensor, Continuation], Tensor]
+
+
+def decoder(split: SplitModel) -> Step:
+    """The pass over one new token a row: (n, d) final hidden states of tokens (n,) at positions (n, 1). To be made
+    anew when weights or precision change."""
+    if split.lean and why_not_lean(split.model) is None:
+        return LeanDecoder(split.model).step
+    return lambda token, positions, pattern: run(split, token[:, None], positions, pattern)[:, 0]
+
+
 @torch.no_grad()
 def why_not_shared(split: SplitModel) -> str | None:
     """None if packing and decoding with shared prompts give the logits of the model's own pass, else the reason why
@@ -42,14 +56,22 @@ def why_not_shared(split: SplitModel) -> str | None:
         try:
             packed = Packed(batch)
             ways = [run(split, packed.ids, packed.positions, packed)[0][packed.predicts], _decoded(split, batch)]
+            split.lean = why_not_lean(split.model) is None
+            lean = _decoded(split, batch) if split.lean else None
         except (TypeError, AttributeError, RuntimeError, ValueError, KeyError) as error:
             raise UnsupportedError(f"a pass with an attention of ours fails ({error})") from error
         theirs = split.logits(own).float()
+        size = float(theirs.abs().max())
+        largest = TOLERANCE[split.model.dtype] * size
+
+        def gap(way: Tensor) -> float:
+            difference = (split.logits(way).float() - theirs).abs()
+            return float(difference.masked_fill(~batch.completion_mask[..., None], 0.0).max())
+
+        split.lean = lean is not None and gap(lean) <= largest
         for way in ways:
-            gap = (split.logits(way).float() - theirs).abs().masked_fill(~batch.completion_mask[..., None], 0.0)
-            size = float(theirs.abs().max())
-            if not float(gap.max()) <= TOLERANCE[split.model.dtype] * size:
-                raise UnsupportedError(f"its logits come out different, by {float(gap.max()):.2g} of {size:.2g}")
+            if not gap(way) <= largest:
+                raise UnsupportedError(f"its logits come out different, by {gap(way):.2g} of {size:.2g}")
     except UnsupportedError as reason:
         return str(reason)
     return None
@@ -101,10 +123,11 @@ def _decoded(split: SplitModel, batch: RolloutBatch) -> Tensor:
     row = torch.arange(len(batch), device=lengths.device)
     steps = batch.completion_ids.shape[1]
     pattern = Continuation(prefilled, lengths, batch.prompt_index, steps)
+    decode = decoder(split)
     hidden = last.new_zeros(len(batch), steps, last.shape[-1])
     hidden[:, 0] = last[batch.prompt_index]
     for step in range(1, steps):
         row = row[pattern.advance(batch.completion_mask[row, step], batch.prompt_index[row])]
         positions = pattern.next_token(batch.prompt_index[row])
-        hidden[row, step] = run(split, batch.completion_ids[row, step - 1 : step], positions, pattern)[:, 0]
+        hidden[row, step] = decode(batch.completion_ids[row, step - 1], positions, pattern)
     return hidden

@@ -17,7 +17,11 @@ class SplitModel:
     Between them lie N x T x V numbers that a caller may choose not to make. Known after the output layer: division by
     `logits_scaling` (Granite), multiplication by `logit_scale` (Cohere) or `lm_head_multiplier` (Falcon-H1), and
     soft-capping by `final_logit_softcapping` (Gemma).
+
+    lean: whether a `LeanDecoder` was found to give the model's own numbers.
     """
+
+    lean = False
 
     def __init__(self, model: Any, name: str) -> None:
         if model.base_model is model or model.get_output_embeddings() is None:

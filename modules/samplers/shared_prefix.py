@@ -10,7 +10,7 @@ from ...data.errors import UsageError
 from ...data.sampler import Limits, Sampler, Samples, uniforms
 from ..attention import Continuation
 from ..memory import total_memory
-from ..shared_prompts import prefill, run
+from ..shared_prompts import Step, decoder, prefill
 from .drawing import draw
 from .generate import GenerateSampler
 
@@ -58,10 +58,11 @@ class SharedPrefixSampler(Sampler):
         order = sorted(range(len(prefixes)), key=lambda prompt: len(prefixes[prompt]))
         size = self.prompts_at_once(policy, prefixes, members, limits)
         samples = _empty(len(prefixes) * members, limits.max_new_tokens, policy)
+        decode = decoder(policy.split)
         for start in range(0, len(order), size):
             wave = order[start : start + size]
             rows = torch.tensor([prompt * members + member for prompt in wave for member in range(members)])
-            _wave(policy, [prefixes[prompt] for prompt in wave], members, limits, random[rows], rows, samples)
+            _wave(policy, decode, [prefixes[prompt] for prompt in wave], members, limits, random[rows], rows, samples)
         width = int(samples.mask.sum(1).max())
         return Samples(
             samples.ids[:, :width],
@@ -79,6 +80,7 @@ class SharedPrefixSampler(Sampler):
 
 def _wave(
     policy: Any,
+    decode: Step,
     prefixes: Sequence[Sequence[int]],
     members: int,
     limits: Limits,
@@ -113,7 +115,7 @@ def _wave(
             break
         kept = pattern.advance(~ended, prompt_of[row])
         row, token = row[kept], drawn.token[kept]
-        hidden = run(policy.split, token[:, None], pattern.next_token(prompt_of[row]), pattern)[:, 0]
+        hidden = decode(token, pattern.next_token(prompt_of[row]), pattern)
 
 
 def rows_in_memory(policy: Any, prefixes: Sequence[Sequence[int]], limits: Limits) -> int:
