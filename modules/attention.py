@@ -98,7 +98,8 @@ class Prefill:
     """The prompts' own pass: causal, and keys and values are kept. Prompts are padded on the right, where padding
     changes nothing that comes before it.
 
-    keys, values: by layer, (P, H, Lp, D) and (P, H, Lp, Dv). layers: what each said of its attention.
+    keys, values: by layer, (P, H, D, Lp) and (P, H, Lp, Dv), as precise as `kept_dtype` says. layers: what each said of
+    its attention.
     """
 
     def __init__(self) -> None:
@@ -109,8 +110,16 @@ class Prefill:
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 under autocast
         self.layers[layer.index] = layer
-        self.keys[layer.index], self.values[layer.index] = key.contiguous(), value.contiguous()
+        kept = kept_dtype(value.dtype, value.device)
+        self.keys[layer.index] = key.to(kept).transpose(2, 3).contiguous()
+        self.values[layer.index] = value.to(kept).contiguous()
         return causal(layer, query, key, value).transpose(1, 2)
+
+
+def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of the keys and values that a decoding pass reads: fp32 in place of 16 bits on a CPU, where many small products
+    of 16-bit numbers take about twice as long."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 def causal(layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -169,6 +178,7 @@ class Continuation:
 
     def __init__(self, prefill: Prefill, lengths: Tensor, prompt_of: Tensor, tokens: int) -> None:
         self.prefill = prefill
+        self.dtype = next(iter(prefill.keys.values())).dtype
         self.lengths = lengths
         self.tokens = tokens
         self.length = 0  # tokens of every row that a pass was made for, or is being made for
@@ -185,28 +195,29 @@ class Continuation:
         return (self.lengths[prompt_of] + self.length - 1)[:, None]
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        with torch.autocast(value.device.type, enabled=False):
+            return self._attend(layer, query, key, value)
+
+    def _attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         rows, heads, _, width = query.shape
         kv, grouped = key.shape[1], heads // key.shape[1]
+        prompt_keys, prompt_values = self.prefill.keys[layer.index], self.prefill.values[layer.index]
+        prompts, longest, deep = len(prompt_keys), prompt_keys.shape[-1], value.shape[-1]
         own_keys, own_values = self._append(layer.index, key, value)
         if layer.window is not None:
-            start = max(0, own_keys.shape[2] - layer.window)
+            start = max(0, own_values.shape[2] - layer.window)
             own_keys, own_values = own_keys[:, :, start:], own_values[:, :, start:]
-        prompt_keys, prompt_values = self.prefill.keys[layer.index], self.prefill.values[layer.index]
-        prompts, _, longest, _ = prompt_keys.shape
 
-        queries = query.reshape(rows, kv, grouped, width)
-        before = prompt_keys.view(prompts * kv, longest, width).transpose(1, 2)
-        scores = self._scores(layer, self._by_prompt(queries), before, self._mask(layer))
+        queries = query.to(prompt_keys.dtype).reshape(rows, kv, grouped, width)
+        scores = self._scores(layer, self._by_prompt(queries), prompt_keys.flatten(0, 1), self._mask(layer))
         scores = self._by_row(scores, kv, grouped)  # (n, H, G, Lp)
         own = self._scores(layer, queries.flatten(0, 1), own_keys.flatten(0, 1).transpose(1, 2), None)
         weights = torch.cat([scores, own.view(rows, kv, grouped, -1)], -1).softmax(-1)
 
-        deep = value.shape[-1]
         output = self._by_prompt(weights[..., :longest]) @ prompt_values.view(prompts * kv, longest, deep)
         output = self._by_row(output, kv, grouped).reshape(rows * kv, grouped, deep)
         output = torch.baddbmm(output, weights[..., longest:].flatten(0, 1), own_values.flatten(0, 1))
-        return output.view(rows, 1, heads, deep)
+        return output.view(rows, 1, heads, deep).to(value.dtype)
 
     @staticmethod
     def _scores(layer: Layer, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -237,7 +248,7 @@ class Continuation:
         rows, at = len(key), self.length - 1
         if layer not in self._keys:
             for kept, new in ((self._keys, key), (self._values, value)):
-                kept[layer] = new.new_empty(self._rows, new.shape[1], self.tokens, new.shape[3])
+                kept[layer] = new.new_empty(self._rows, new.shape[1], self.tokens, new.shape[3], dtype=self.dtype)
         self._keys[layer][:rows, :, at] = key[:, :, 0]
         self._values[layer][:rows, :, at] = value[:, :, 0]
         return self._keys[layer][:rows, :, : at + 1], self._values[layer][:rows, :, : at + 1]
@@ -246,7 +257,7 @@ class Continuation:
         """(P H, 1, Lp) to add to scores of prompt tokens: -inf on padding, and on what the window leaves behind."""
         if layer.window not in self._masks:
             keys = self.prefill.keys[layer.index]
-            position = torch.arange(keys.shape[2], device=keys.device)
+            position = torch.arange(keys.shape[3], device=keys.device)
             lengths = self.lengths[:, None]
             seen = visible(lengths + self.length - 1, position, layer.window).squeeze(1) & (position < lengths)
             self._masks[layer.window] = additive(seen, keys.dtype).repeat_interleave(keys.shape[1], 0)[:, None]

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Continuation
+from .memory import total_memory
 
 # Pre-norm layers: rotary positions, grouped-query attention, a gated feed-forward part, plain residual sums.
 KNOWN_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+SHARE_OF_MEMORY = 0.2  # the most of the machine's that the copy of the weights may take
 
 
 def why_not_lean(model: Any) -> str | None:
@@ -28,29 +30,36 @@ def why_not_lean(model: Any) -> str | None:
             return f"its {name} is a {type(module).__name__}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"its {name or 'body'} has hooks"
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    if size > SHARE_OF_MEMORY * total_memory(weights[0].device):
+        return f"a copy of its weights takes {size / 2**30:.1f} GiB, too much of the memory"
     return None
 
 
 class LeanDecoder:
     """The decoding pass of a model's body, for as long as its weights do not change.
 
-    Under autocast the weights of the projections are cast once, here, and not in every pass; otherwise they are the
-    model's own.
+    Weights that are applied to the same input are copied to lie in one matrix, in the precision of the pass (autocast's
+    where that is on). The copy takes as much memory as the gradients, which are not there while a policy samples.
+
+    Args:
+        rows: how many rows most passes will have.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, rows: int) -> None:
         body = model.base_model
-        device = next(body.parameters()).device.type
-        self.autocast_device = device
-        mixed = torch.is_autocast_enabled(device)
+        self.device = next(body.parameters()).device.type
+        mixed = torch.is_autocast_enabled(self.device)
+        dtype = torch.get_autocast_dtype(self.device) if mixed else model.dtype
         self.embed, self.rotary, self.norm = body.embed_tokens, body.rotary_emb, body.norm
-        self.layers = [_LeanLayer(layer, torch.get_autocast_dtype(device) if mixed else None) for layer in body.layers]
+        self.layers = [_LeanLayer(layer, dtype, rows) for layer in body.layers]
 
     def step(self, token: Tensor, positions: Tensor, pattern: Continuation) -> Tensor:
         """(n, d) final hidden states of tokens (n,) at positions (n, 1)."""
-        with torch.autocast(self.autocast_device, enabled=False):
+        with torch.autocast(self.device, enabled=False):
             hidden = self.embed(token)
-            cos, sin = self.rotary(hidden[:, None], positions)  # (n, 1, D) each
+            cos, sin = (turn.to(pattern.dtype) for turn in self.rotary(hidden[:, None], positions))  # (n, 1, D) each
             half = cos.shape[-1] // 2
             signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
             for layer in self.layers:
@@ -59,56 +68,56 @@ class LeanDecoder:
 
 
 class _LeanLayer:
-    def __init__(self, layer: Any, cast_to: torch.dtype | None) -> None:
+    def __init__(self, layer: Any, dtype: torch.dtype, rows: int) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.query_norm, self.key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self.width, self.activation = attention.head_dim, mlp.act_fn
-        self.index = attention.layer_idx
-        self.dtype = cast_to or attention.q_proj.weight.dtype
-        self.inputs = _projections([attention.q_proj, attention.k_proj, attention.v_proj], cast_to)
-        self.output = _projections([attention.o_proj], cast_to)[0]
-        self.gates = _projections([mlp.gate_proj, mlp.up_proj], cast_to)
-        self.down = _projections([mlp.down_proj], cast_to)[0]
+        self.index, self.width, self.activation = attention.layer_idx, attention.head_dim, mlp.act_fn
         self.heads = attention.q_proj.out_features // self.width
-        self.sizes = [linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        self.turned = self.heads + attention.k_proj.out_features // self.width
+        self.inputs = _Linear([attention.q_proj, attention.k_proj, attention.v_proj], dtype, rows)
+        self.output = _Linear([attention.o_proj], dtype, rows)
+        self.gates = _Linear([mlp.gate_proj, mlp.up_proj], dtype, rows)
+        self.down = _Linear([mlp.down_proj], dtype, rows)
 
     def step(self, hidden: Tensor, cos: Tensor, sin: Tensor, pattern: Continuation) -> Tensor:
-        rows = len(hidden)
-        query, key, value = _applied(self.inputs, self.before_attention(hidden).to(self.dtype), self.sizes)
-        query, key, value = (part.view(rows, -1, self.width) for part in (query, key, value))
+        heads = self.inputs(self.before_attention(hidden)).view(len(hidden), -1, self.width)
+        turned, value = heads[:, : self.turned], heads[:, self.turned :]
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        heads = (_rotated(query, cos, sin), _rotated(key, cos, sin), value)
-        seen = pattern.attend(pattern.prefill.layers[self.index], *(part[:, :, None] for part in heads))
-        hidden = _added(hidden, seen.view(rows, -1), self.output)
-        gate, up = _applied(self.gates, self.before_mlp(hidden).to(self.dtype), None)
-        return _added(hidden, self.activation(gate).mul_(up), self.down)
+            query, key = turned[:, : self.heads], turned[:, self.heads :]
+            turned = torch.cat([self.query_norm(query), self.key_norm(key)], 1)
+        turned = _rotated(turned.to(pattern.dtype), cos, sin)[:, :, None]
+        layer = pattern.prefill.layers[self.index]
+        seen = pattern.attend(layer, turned[:, : self.heads], turned[:, self.heads :], value[:, :, None])
+        hidden = hidden + self.output(seen.flatten(1))
+        gate, up = self.gates(self.before_mlp(hidden)).chunk(2, -1)
+        return hidden + self.down(self.activation(gate).mul_(up))
 
 
-Projection = tuple[Tensor, Tensor | None]
+class _Linear:
+    """Linear layers of one input, as one; on a CPU with its weights laid out as oneDNN reads them, once and not in
+    every pass."""
+
+    def __init__(self, linears: list[nn.Linear], dtype: torch.dtype, rows: int) -> None:
+        self.dtype = dtype
+        self.weight = torch.cat([linear.weight.to(dtype) for linear in linears])
+        self.bias = None if linears[0].bias is None else torch.cat([linear.bias.to(dtype) for linear in linears])
+        self.laid_out = self.weight.device.type == "cpu" and dtype in _laid_out_dtypes()
+        if self.laid_out:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(self.dtype)
+        if self.laid_out:
+            return torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, "none", [], "")
+        return F.linear(inputs, self.weight, self.bias)
 
 
-def _projections(linears: list[nn.Linear], cast_to: torch.dtype | None) -> list[Projection]:
-    """(weight, bias) of each; of all together where they are copied anyway."""
-    if cast_to is None:
-        return [(linear.weight, linear.bias) for linear in linears]
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears]).to(cast_to)
-    return [(torch.cat([linear.weight.to(cast_to) for linear in linears]), bias)]
-
-
-def _applied(projections: list[Projection], inputs: Tensor, sizes: list[int] | None) -> Any:
-    outputs = [F.linear(inputs, weight, bias) for weight, bias in projections]
-    if len(outputs) > 1:
-        return outputs
-    return outputs[0].split(sizes, -1) if sizes else outputs[0].chunk(2, -1)
-
-
-def _added(hidden: Tensor, inputs: Tensor, projection: Projection) -> Tensor:
-    weight, bias = projection
-    if bias is None and inputs.dtype == hidden.dtype:
-        return torch.addmm(hidden, inputs, weight.t())
-    return hidden + F.linear(inputs, weight, bias)
+def _laid_out_dtypes() -> list[torch.dtype]:
+    """Those that this machine's oneDNN multiplies; the operations are those that torch.compile uses."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return []
+    return [torch.float32] + [torch.bfloat16] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _rotated(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -1,16 +1,15 @@
 """How many tokens fit into one forward and backward pass. Resolved once, at the start of a run."""
 
 import os
+from typing import Any
 
 import torch
-
-from .policy import Policy
 
 LARGEST = 32_768
 SHARE_OF_MEMORY = 0.1  # of the machine's; small micro-batches are faster on a CPU anyway, and others live here too
 
 
-def resolve_micro_batch_tokens(policy: Policy) -> int:
+def resolve_micro_batch_tokens(policy: Any) -> int:
     """Tokens in one micro-batch: from a tenth of the memory and an estimate of the bytes that a token costs.
 
     The estimate [ours]: about 40 activations of the model's width a layer (two, the layer's in- and output, with

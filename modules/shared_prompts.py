@@ -31,14 +31,16 @@ def prefill(split: SplitModel, prompts: Tensor, lengths: Tensor) -> tuple[Tensor
     return hidden[torch.arange(len(prompts), device=prompts.device), lengths - 1], pattern
 
 
+FAILURES = (TypeError, AttributeError, RuntimeError, ValueError, KeyError)  # of a model that is not as was thought
+
 Step = Callable[[Tensor, Tensor, Continuation], Tensor]
 
 
-def decoder(split: SplitModel) -> Step:
-    """The pass over one new token a row: (n, d) final hidden states of tokens (n,) at positions (n, 1). To be made
-    anew when weights or precision change."""
+def decoder(split: SplitModel, rows: int) -> Step:
+    """The pass over one new token of about so many rows: (n, d) final hidden states of tokens (n,) at positions (n, 1).
+    To be made anew when weights or precision change."""
     if split.lean and why_not_lean(split.model) is None:
-        return LeanDecoder(split.model).step
+        return LeanDecoder(split.model, rows).step
     return lambda token, positions, pattern: run(split, token[:, None], positions, pattern)[:, 0]
 
 
@@ -53,25 +55,27 @@ def why_not_shared(split: SplitModel) -> str | None:
         split.model.eval()
         batch = _any_batch(split)
         own = _own_hidden(split, batch)
+        theirs = split.logits(own).float()
+        largest = TOLERANCE[split.model.dtype] * float(theirs.abs().max())
+
+        def gap(hidden: Tensor) -> float:
+            difference = (split.logits(hidden).float() - theirs).abs()
+            return float(difference.masked_fill(~batch.completion_mask[..., None], 0.0).max())
+
+        split.lean = False
         try:
             packed = Packed(batch)
             ways = [run(split, packed.ids, packed.positions, packed)[0][packed.predicts], _decoded(split, batch)]
-            split.lean = why_not_lean(split.model) is None
-            lean = _decoded(split, batch) if split.lean else None
-        except (TypeError, AttributeError, RuntimeError, ValueError, KeyError) as error:
+        except FAILURES as error:
             raise UnsupportedError(f"a pass with an attention of ours fails ({error})") from error
-        theirs = split.logits(own).float()
-        size = float(theirs.abs().max())
-        largest = TOLERANCE[split.model.dtype] * size
-
-        def gap(way: Tensor) -> float:
-            difference = (split.logits(way).float() - theirs).abs()
-            return float(difference.masked_fill(~batch.completion_mask[..., None], 0.0).max())
-
-        split.lean = lean is not None and gap(lean) <= largest
         for way in ways:
             if not gap(way) <= largest:
-                raise UnsupportedError(f"its logits come out different, by {gap(way):.2g} of {size:.2g}")
+                raise UnsupportedError(f"its logits come out different, by {gap(way):.2g} (at most {largest:.2g})")
+        try:
+            split.lean = True
+            split.lean = gap(_decoded(split, batch)) <= largest
+        except FAILURES:
+            split.lean = False
     except UnsupportedError as reason:
         return str(reason)
     return None
@@ -123,7 +127,7 @@ def _decoded(split: SplitModel, batch: RolloutBatch) -> Tensor:
     row = torch.arange(len(batch), device=lengths.device)
     steps = batch.completion_ids.shape[1]
     pattern = Continuation(prefilled, lengths, batch.prompt_index, steps)
-    decode = decoder(split)
+    decode = decoder(split, len(batch))
     hidden = last.new_zeros(len(batch), steps, last.shape[-1])
     hidden[:, 0] = last[batch.prompt_index]
     for step in range(1, steps):

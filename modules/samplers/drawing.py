@@ -1,6 +1,6 @@
 """From logits to a token: the distribution that is sampled, and how a random number becomes a token of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from ...data.errors import RunError
 from ...data.sampler import Limits
 
 BLOCK = 256  # tokens whose probabilities are added up first, so that a cumulative sum is taken of few numbers only
+WORKED_ON_AT_ONCE = 2**19  # numbers: what stays in a processor's cache between two operations
 
 
 @dataclass
@@ -32,41 +33,57 @@ def draw(logits: Tensor, random: Tensor, limits: Limits) -> Drawn:
 
     Raises RunError for logits that are not finite.
     """
+    size = max(1, WORKED_ON_AT_ONCE // logits.shape[-1])
+    parts = [_draw(logits[i : i + size], random[i : i + size], limits) for i in range(0, len(logits), size)]
+    return Drawn(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Drawn)))
+
+
+def _draw(logits: Tensor, random: Tensor, limits: Limits) -> Drawn:
     greedy = limits.temperature == 0
     logits = logits if greedy or limits.temperature == 1 else logits / limits.temperature
     highest, first = logits.max(-1, keepdim=True)
     shifted = logits - highest
     weights = shifted.exp()
-    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    blocks = sum_by_block(weights)
+    total = blocks[:, -1]
     if not total.isfinite().all():
         raise RunError("the policy's logits are not finite, so no token can be drawn: look for the step they broke at")
-    mean = torch.linalg.vecdot(weights, shifted.clamp(min=-1e30)).double() / total.squeeze(-1)  # 0 * -inf is 0 here
-    entropy = total.log().squeeze(-1) - mean
-    sum_sq_probs = torch.linalg.vecdot(weights, weights).double() / total.squeeze(-1) ** 2
+    mean = torch.linalg.vecdot(weights, shifted)
+    if mean.isnan().any():  # 0 * -inf, which is 0 here
+        mean = torch.linalg.vecdot(weights, shifted.clamp(min=-1e30))
+    entropy = total.log() - mean.double() / total
+    sum_sq_probs = torch.linalg.vecdot(weights, weights).double() / total**2
     if greedy:
-        token, normaliser = first.squeeze(-1), total
+        token = first.squeeze(-1)
     else:
         if 0 < limits.top_k < logits.shape[-1] or limits.top_p < 1:
-            shifted = truncated_log_probs(shifted - total.log(), limits.top_k, limits.top_p)
+            shifted = truncated_log_probs(shifted - total.log()[:, None], limits.top_k, limits.top_p)
             weights = shifted.exp()
-        token, normaliser = inverse_cdf(weights, random), weights.sum(-1, keepdim=True, dtype=torch.float64)
-    logp = shifted.gather(-1, token[:, None]).double() - normaliser.log()
-    return Drawn(token, *(value.to(logits.dtype) for value in (logp.squeeze(-1), entropy, sum_sq_probs)))
+            blocks = sum_by_block(weights)
+        token = inverse_cdf(weights, blocks, random)
+    logp = shifted.gather(-1, token[:, None]).squeeze(-1).double() - blocks[:, -1].log()
+    return Drawn(token, *(value.to(logits.dtype) for value in (logp, entropy, sum_sq_probs)))
 
 
-def inverse_cdf(weights: Tensor, random: Tensor) -> Tensor:
-    """(N,) tokens from (N, V) probabilities, not necessarily adding up to 1: the first whose cumulative probability
-    exceeds `random` (N,) times the whole, added up in fp64. A token of probability 0 is never drawn."""
-    rows, tokens = weights.shape
-    blocks = -(-tokens // BLOCK)
-    if tokens < blocks * BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, blocks * BLOCK - tokens))
-    table = weights.view(rows, blocks, BLOCK)
-    cumulative = table.sum(-1, dtype=torch.float64).cumsum(-1)  # (N, blocks)
-    sought = random[:, None].to(cumulative) * cumulative[:, -1:]
-    block = _first_above(cumulative, sought)
-    before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp(min=0)), 0.0)
-    inside = table.gather(1, block[:, :, None].expand(-1, -1, BLOCK)).squeeze(1).double().cumsum(-1)  # (N, BLOCK)
+def sum_by_block(weights: Tensor) -> Tensor:
+    """(N, B) float64: cumulative sums of the (N, V) weights at the end of every block of tokens; the last is the sum
+    of all. A block is added up in the precision of the weights, blocks are in fp64."""
+    whole = weights.shape[-1] // BLOCK * BLOCK
+    sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+    if whole < weights.shape[-1]:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], -1)
+    return sums.double().cumsum(-1)
+
+
+def inverse_cdf(weights: Tensor, blocks: Tensor, random: Tensor) -> Tensor:
+    """(N,) tokens from (N, V) probabilities, not necessarily adding up to 1, and their sums `blocks` (N, B): the first
+    whose cumulative probability exceeds `random` (N,) times the whole. A token of probability 0 is never drawn."""
+    sought = random[:, None].to(blocks) * blocks[:, -1:]
+    block = _first_above(blocks, sought)
+    before = torch.where(block > 0, blocks.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    places = block * BLOCK + torch.arange(BLOCK, device=weights.device)  # (N, BLOCK)
+    inside = weights.gather(-1, places.clamp(max=weights.shape[-1] - 1)).double()
+    inside = inside.masked_fill(places >= weights.shape[-1], 0.0).cumsum(-1)
     return (block * BLOCK + _first_above(inside, sought - before)).squeeze(-1)
 
 

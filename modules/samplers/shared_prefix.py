@@ -1,6 +1,7 @@
 """The fast engine: a prompt is run once for its whole group, finished completions cost nothing more."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ...data.sampler import Limits, Sampler, Samples, uniforms
-from ..attention import Continuation
+from ..attention import Continuation, kept_dtype
 from ..memory import total_memory
 from ..shared_prompts import Step, decoder, prefill
 from .drawing import draw
@@ -57,8 +58,8 @@ class SharedPrefixSampler(Sampler):
         random = uniforms(seeds, limits.max_new_tokens)
         order = sorted(range(len(prefixes)), key=lambda prompt: len(prefixes[prompt]))
         size = self.prompts_at_once(policy, prefixes, members, limits)
-        samples = _empty(len(prefixes) * members, limits.max_new_tokens, policy)
-        decode = decoder(policy.split)
+        samples = _empty(len(prefixes) * members, limits.max_new_tokens, policy, torch.device("cpu"))
+        decode = decoder(policy.split, min(size, len(prefixes)) * members)
         for start in range(0, len(order), size):
             wave = order[start : start + size]
             rows = torch.tensor([prompt * members + member for prompt in wave for member in range(members)])
@@ -100,22 +101,24 @@ def _wave(
     pattern = Continuation(prefilled, lengths, prompt_of, limits.max_new_tokens)
     hidden = hidden[prompt_of]
     ends = torch.tensor(policy.end_token_ids, device=device)
-    row = torch.arange(len(rows), device=device)  # of this wave; the live ones
+    own = _empty(len(rows), limits.max_new_tokens, policy, device)
+    row = torch.arange(len(rows), device=device)  # the live ones
     for step in range(limits.max_new_tokens):
         drawn = draw(policy.head(hidden, temperature=1.0), random[row, step], limits)
         ended = torch.isin(drawn.token, ends)
-        here = rows[row.cpu()]
-        samples.ids[here, step] = drawn.token.cpu()
-        samples.mask[here, step] = True
-        samples.logp[here, step] = drawn.logp.to(samples.logp).cpu()
-        samples.entropy[here, step] = drawn.entropy.to(samples.logp).cpu()
-        samples.sum_sq_probs[here, step] = drawn.sum_sq_probs.to(samples.logp).cpu()
-        samples.truncated[here] = ~ended.cpu()
+        own.ids[row, step] = drawn.token
+        own.mask[row, step] = True
+        own.logp[row, step] = drawn.logp.to(own.logp)
+        own.entropy[row, step] = drawn.entropy.to(own.logp)
+        own.sum_sq_probs[row, step] = drawn.sum_sq_probs.to(own.logp)
+        own.truncated[row] = ~ended
         if step + 1 == limits.max_new_tokens or bool(ended.all()):
             break
         kept = pattern.advance(~ended, prompt_of[row])
         row, token = row[kept], drawn.token[kept]
         hidden = decode(token, pattern.next_token(prompt_of[row]), pattern)
+    for field in fields(Samples):
+        getattr(samples, field.name)[rows] = getattr(own, field.name).cpu()
 
 
 def rows_in_memory(policy: Any, prefixes: Sequence[Sequence[int]], limits: Limits) -> int:
@@ -123,17 +126,18 @@ def rows_in_memory(policy: Any, prefixes: Sequence[Sequence[int]], limits: Limit
     config = policy.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    item = policy.model.dtype.itemsize
-    a_token = 2 * config.num_hidden_layers * heads * width * item
-    logits = 6 * max(4, item) * policy.model.get_input_embeddings().weight.shape[0]
+    kept = kept_dtype(policy.model.dtype, policy.device)
+    a_token = 2 * config.num_hidden_layers * heads * width * kept.itemsize
+    logits = 6 * max(4, kept.itemsize) * policy.model.get_input_embeddings().weight.shape[0]
     longest = max(len(prefix) for prefix in prefixes)
     return max(
         1, int(SHARE_OF_MEMORY * total_memory(policy.device) / (a_token * (limits.max_new_tokens + longest) + logits))
     )
 
 
-def _empty(rows: int, tokens: int, policy: Any) -> Samples:
+def _empty(rows: int, tokens: int, policy: Any, device: torch.device) -> Samples:
     exact = torch.promote_types(policy.model.dtype, torch.float32)
-    logp, entropy, sum_sq_probs = torch.zeros(3, rows, tokens, dtype=exact)
-    ids, mask = torch.full((rows, tokens), policy.pad_token_id), torch.zeros(rows, tokens, dtype=torch.bool)
-    return Samples(ids, mask, torch.zeros(rows, dtype=torch.bool), logp, entropy, sum_sq_probs)
+    logp, entropy, sum_sq_probs = torch.zeros(3, rows, tokens, dtype=exact, device=device)
+    ids = torch.full((rows, tokens), policy.pad_token_id, device=device)
+    mask = torch.zeros(rows, tokens, dtype=torch.bool, device=device)
+    return Samples(ids, mask, torch.zeros_like(mask[:, 0]), logp, entropy, sum_sq_probs)
