@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Continuation
+from .continuation import Continuation
 from .memory import total_memory
 
 # Pre-norm layers: rotary positions, grouped-query attention, a gated feed-forward part, plain residual sums.
@@ -59,7 +59,7 @@ class LeanDecoder:
         """(n, d) final hidden states of tokens (n,) at positions (n, 1)."""
         with torch.autocast(self.device, enabled=False):
             hidden = self.embed(token)
-            cos, sin = (turn.to(pattern.dtype) for turn in self.rotary(hidden[:, None], positions))  # (n, 1, D) each
+            cos, sin = self.rotary(hidden[:, None], positions)  # (n, 1, D) each
             half = cos.shape[-1] // 2
             signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
             for layer in self.layers:
@@ -86,7 +86,7 @@ class _LeanLayer:
         if self.query_norm is not None and self.key_norm is not None:
             query, key = turned[:, : self.heads], turned[:, self.heads :]
             turned = torch.cat([self.query_norm(query), self.key_norm(key)], 1)
-        turned = _rotated(turned.to(pattern.dtype), cos, sin)[:, :, None]
+        turned = _rotated(turned, cos, sin).to(value.dtype)[:, :, None]
         layer = pattern.prefill.layers[self.index]
         seen = pattern.attend(layer, turned[:, : self.heads], turned[:, self.heads :], value[:, :, None])
         hidden = hidden + self.output(seen.flatten(1))

@@ -243,8 +243,6 @@ class Policy(Configurable, nn.Module):
             temperature: the policy's own unless given.
         """
         logits = self.split.logits(hidden)
-        if logits.dtype != torch.float64:
-            logits = logits.float()
         temperature = self.temperature if temperature is None else temperature
         return logits if temperature == 1 else logits / temperature
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..data.batch import RolloutBatch
-from .attention import Continuation, Pattern, Prefill, UnsupportedError, use_shared_attention
+from .attention import Pattern, Prefill, UnsupportedError, use_shared_attention
+from .continuation import Continuation
 from .lean_decoder import LeanDecoder, why_not_lean
 from .packed import Packed
 from .split_model import TOLERANCE, SplitModel

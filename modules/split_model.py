@@ -1,10 +1,13 @@
 """Hidden states and logits of a transformers model as two steps, and the check that they are the model's own."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ..data.errors import UsageError
 
@@ -45,14 +48,33 @@ class SplitModel:
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
         return self.model.base_model(**inputs, attention_mask=mask.long(), use_cache=False).last_hidden_state
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(..., V) logits, as the model's own forward pass gives them."""
-        logits = self.model.get_output_embeddings()(hidden)
+    def logits(self, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        """(..., V) logits as the model's own forward pass gives them, but in fp32 at least: those of a 16-bit model are
+        not rounded.
+
+        Args:
+            weight: what `fp32_head` gave, so that it is made but once for many calls.
+        """
+        head = self.model.get_output_embeddings()
+        dtype = _precision(hidden)
+        if type(head) is nn.Linear and dtype.itemsize == 2:
+            with torch.autocast(hidden.device.type, enabled=False):
+                weight = head.weight.float() if weight is None else weight
+                logits = _UnroundedLinear.apply(hidden.to(dtype).float(), weight, dtype)
+                logits = logits if head.bias is None else logits + head.bias.float()
+        else:
+            logits = head(hidden)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
         if self.scale != 1:
             logits = logits * self.scale
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits
+
+    def fp32_head(self) -> Tensor | None:
+        """The output layer's weights for `logits`, as long as they do not change; None where it takes its own."""
+        head = self.model.get_output_embeddings()
+        return head.weight.detach().float() if type(head) is nn.Linear and head.weight.dtype.itemsize == 2 else None
 
     @torch.no_grad()
     def check_against_own_forward(self, pad_token_id: int, name: str) -> None:
@@ -72,3 +94,49 @@ class SplitModel:
                 f"{size:.2g}) when padded on the left or split into hidden states and head: this kind of model is not "
                 "supported; give another one"
             )
+
+
+def _precision(hidden: Tensor) -> torch.dtype:
+    """In which a linear layer multiplies."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+class _UnroundedLinear(torch.autograd.Function):
+    """Products of 16-bit numbers, added up and kept in fp32.
+
+    hidden (..., d) and weight (V, d) are fp32 tensors that the hardware may round to `dtype`, which changes nothing
+    where they come from it; autocast rounds fp32 weights to it likewise, and so are gradients of the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.dtype = dtype
+        with _fast_products(dtype):
+            return hidden @ weight.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        with _fast_products(ctx.dtype):
+            to_hidden = above @ weight if ctx.needs_input_grad[0] else None
+            to_weight = above.flatten(0, -2).T @ hidden.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return to_hidden, to_weight, None
+
+
+@contextmanager
+def _fast_products(dtype: torch.dtype) -> Iterator[None]:
+    """fp32 matrices are multiplied by units for short numbers: exactly, if their numbers are of `dtype`."""
+    units = [(torch.backends.cuda.matmul, "tf32")]
+    if dtype == torch.bfloat16:
+        units.append((torch.backends.mkldnn.matmul, "bf16"))  # type: ignore[attr-defined]
+    before = [unit.fp32_precision for unit, _ in units]
+    try:
+        for unit, precision in units:
+            unit.fp32_precision = precision
+        yield
+    finally:
+        for (unit, _), precision in zip(units, before, strict=True):
+            unit.fp32_precision = precision

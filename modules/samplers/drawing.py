@@ -1,6 +1,6 @@
 """From logits to a token: the distribution that is sampled, and how a random number becomes a token of it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,41 +27,35 @@ def draw(logits: Tensor, random: Tensor, limits: Limits) -> Drawn:
     """Draw each row's token by inverting the cumulative distribution.
 
     Args:
-        logits: (N, V) float32 or float64, not yet divided by the temperature.
+        logits: (N, V) float32 or float64, not yet divided by the temperature. They are overwritten.
         random: (N,) float64 in [0, 1).
         limits: a temperature of 0 takes the most probable token; the numbers are then those of temperature 1.
 
     Raises RunError for logits that are not finite.
     """
-    size = max(1, WORKED_ON_AT_ONCE // logits.shape[-1])
-    parts = [_draw(logits[i : i + size], random[i : i + size], limits) for i in range(0, len(logits), size)]
-    return Drawn(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Drawn)))
-
-
-def _draw(logits: Tensor, random: Tensor, limits: Limits) -> Drawn:
     greedy = limits.temperature == 0
-    logits = logits if greedy or limits.temperature == 1 else logits / limits.temperature
-    highest, first = logits.max(-1, keepdim=True)
-    shifted = logits - highest
-    weights = shifted.exp()
-    blocks = sum_by_block(weights)
+    if not greedy and limits.temperature != 1:
+        logits /= limits.temperature
+    token = logits.argmax(-1) if greedy else None
+    sums = []
+    for shifted in logits.split(max(1, WORKED_ON_AT_ONCE // logits.shape[-1])):
+        shifted -= shifted.amax(-1, keepdim=True)
+        weights = shifted.exp()
+        mean, square = torch.linalg.vecdot(weights, shifted), torch.linalg.vecdot(weights, weights)
+        sums.append((sum_by_block(weights), mean, square))
+    blocks, mean, square = (torch.cat(parts) for parts in zip(*sums, strict=True))
     total = blocks[:, -1]
     if not total.isfinite().all():
         raise RunError("the policy's logits are not finite, so no token can be drawn: look for the step they broke at")
-    mean = torch.linalg.vecdot(weights, shifted)
     if mean.isnan().any():  # 0 * -inf, which is 0 here
-        mean = torch.linalg.vecdot(weights, shifted.clamp(min=-1e30))
-    entropy = total.log() - mean.double() / total
-    sum_sq_probs = torch.linalg.vecdot(weights, weights).double() / total**2
-    if greedy:
-        token = first.squeeze(-1)
-    else:
+        mean = torch.linalg.vecdot(logits.exp(), logits.clamp(min=-1e30))
+    entropy, sum_sq_probs = total.log() - mean.double() / total, square.double() / total**2
+    if token is None:
         if 0 < limits.top_k < logits.shape[-1] or limits.top_p < 1:
-            shifted = truncated_log_probs(shifted - total.log()[:, None], limits.top_k, limits.top_p)
-            weights = shifted.exp()
-            blocks = sum_by_block(weights)
-        token = inverse_cdf(weights, blocks, random)
-    logp = shifted.gather(-1, token[:, None]).squeeze(-1).double() - blocks[:, -1].log()
+            logits = truncated_log_probs(logits - total.log()[:, None], limits.top_k, limits.top_p)
+            blocks = sum_by_block(logits.exp())
+        token = inverse_cdf(logits, blocks, random)
+    logp = logits.gather(-1, token[:, None]).squeeze(-1).double() - blocks[:, -1].log()
     return Drawn(token, *(value.to(logits.dtype) for value in (logp, entropy, sum_sq_probs)))
 
 
@@ -75,15 +69,16 @@ def sum_by_block(weights: Tensor) -> Tensor:
     return sums.double().cumsum(-1)
 
 
-def inverse_cdf(weights: Tensor, blocks: Tensor, random: Tensor) -> Tensor:
-    """(N,) tokens from (N, V) probabilities, not necessarily adding up to 1, and their sums `blocks` (N, B): the first
-    whose cumulative probability exceeds `random` (N,) times the whole. A token of probability 0 is never drawn."""
+def inverse_cdf(log_weights: Tensor, blocks: Tensor, random: Tensor) -> Tensor:
+    """(N,) tokens from the logs of (N, V) probabilities, not necessarily adding up to 1, and the sums `blocks` (N, B)
+    of these: the first whose cumulative probability exceeds `random` (N,) times the whole. A token of probability 0 is
+    never drawn."""
     sought = random[:, None].to(blocks) * blocks[:, -1:]
     block = _first_above(blocks, sought)
     before = torch.where(block > 0, blocks.gather(-1, (block - 1).clamp(min=0)), 0.0)
-    places = block * BLOCK + torch.arange(BLOCK, device=weights.device)  # (N, BLOCK)
-    inside = weights.gather(-1, places.clamp(max=weights.shape[-1] - 1)).double()
-    inside = inside.masked_fill(places >= weights.shape[-1], 0.0).cumsum(-1)
+    places = block * BLOCK + torch.arange(BLOCK, device=blocks.device)  # (N, BLOCK)
+    inside = log_weights.gather(-1, places.clamp(max=log_weights.shape[-1] - 1)).exp().double()
+    inside = inside.masked_fill(places >= log_weights.shape[-1], 0.0).cumsum(-1)
     return (block * BLOCK + _first_above(inside, sought - before)).squeeze(-1)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ...data.sampler import Limits, Sampler, Samples, uniforms
-from ..attention import Continuation, kept_dtype
+from ..continuation import Continuation
 from ..memory import total_memory
 from ..shared_prompts import Step, decoder, prefill
 from .drawing import draw
@@ -59,11 +59,21 @@ class SharedPrefixSampler(Sampler):
         order = sorted(range(len(prefixes)), key=lambda prompt: len(prefixes[prompt]))
         size = self.prompts_at_once(policy, prefixes, members, limits)
         samples = _empty(len(prefixes) * members, limits.max_new_tokens, policy, torch.device("cpu"))
-        decode = decoder(policy.split, min(size, len(prefixes)) * members)
+        decode, head = decoder(policy.split, min(size, len(prefixes)) * members), policy.split.fp32_head()
         for start in range(0, len(order), size):
             wave = order[start : start + size]
             rows = torch.tensor([prompt * members + member for prompt in wave for member in range(members)])
-            _wave(policy, decode, [prefixes[prompt] for prompt in wave], members, limits, random[rows], rows, samples)
+            _wave(
+                policy,
+                decode,
+                head,
+                [prefixes[prompt] for prompt in wave],
+                members,
+                limits,
+                random[rows],
+                rows,
+                samples,
+            )
         width = int(samples.mask.sum(1).max())
         return Samples(
             samples.ids[:, :width],
@@ -82,6 +92,7 @@ class SharedPrefixSampler(Sampler):
 def _wave(
     policy: Any,
     decode: Step,
+    head: Tensor | None,
     prefixes: Sequence[Sequence[int]],
     members: int,
     limits: Limits,
@@ -104,7 +115,7 @@ def _wave(
     own = _empty(len(rows), limits.max_new_tokens, policy, device)
     row = torch.arange(len(rows), device=device)  # the live ones
     for step in range(limits.max_new_tokens):
-        drawn = draw(policy.head(hidden, temperature=1.0), random[row, step], limits)
+        drawn = draw(policy.split.logits(hidden, head), random[row, step], limits)
         ended = torch.isin(drawn.token, ends)
         own.ids[row, step] = drawn.token
         own.mask[row, step] = True
@@ -126,9 +137,9 @@ def rows_in_memory(policy: Any, prefixes: Sequence[Sequence[int]], limits: Limit
     config = policy.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kept = kept_dtype(policy.model.dtype, policy.device)
-    a_token = 2 * config.num_hidden_layers * heads * width * kept.itemsize
-    logits = 6 * max(4, kept.itemsize) * policy.model.get_input_embeddings().weight.shape[0]
+    size = policy.model.dtype.itemsize
+    a_token = 2 * config.num_hidden_layers * heads * width * size
+    logits = 6 * max(4, size) * policy.model.get_input_embeddings().weight.shape[0]
     longest = max(len(prefix) for prefix in prefixes)
     return max(
         1, int(SHARE_OF_MEMORY * total_memory(policy.device) / (a_token * (limits.max_new_tokens + longest) + logits))

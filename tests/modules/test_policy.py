@@ -142,7 +142,7 @@ def test_pitfall_20_log_softmax_is_fp32_whatever_the_weights():
     assert scores.logp.dtype == scores.entropy.dtype == scores.sum_sq_probs.dtype == torch.float32
     hidden = policy.hidden(rollouts, policy.scoring)
     assert hidden.dtype == torch.bfloat16
-    logits = policy.model.lm_head(hidden)[rollouts.completion_mask].double() / 0.5
+    logits = hidden[rollouts.completion_mask].double() @ policy.model.lm_head.weight.double().T / 0.5
     expected = logits.log_softmax(-1).gather(1, rollouts.completion_ids[rollouts.completion_mask][:, None])
     torch.testing.assert_close(scores.logp[rollouts.completion_mask].double(), expected[:, 0], rtol=0, atol=3e-6)
     fp32 = Policy(fresh=FreshModel(width=16))

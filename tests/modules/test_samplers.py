@@ -271,12 +271,12 @@ def test_budget_counts_and_bad_requests():
 def test_inverse_cdf_never_draws_the_impossible():
     probs = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])
     for u, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.75, 3), (1 - 2**-53, 3)):
-        assert inverse_cdf(probs, sum_by_block(probs), torch.tensor([u], dtype=torch.float64)).tolist() == [token]
+        assert inverse_cdf(probs.log(), sum_by_block(probs), torch.tensor([u], dtype=torch.float64)).tolist() == [token]
     rows = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).masked_fill(
         torch.arange(40) >= 7, -torch.inf
     )
     probs = rows.softmax(-1)
-    assert (inverse_cdf(probs, sum_by_block(probs), torch.full((50,), 1 - 2**-53, dtype=torch.float64)) < 7).all()
+    assert (inverse_cdf(probs.log(), sum_by_block(probs), torch.full((50,), 1 - 2**-53, dtype=torch.float64)) < 7).all()
 
 
 def test_truncation_by_hand():

@@ -4,11 +4,13 @@ import logging
 
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from apportion.data.sampler import Limits
+from apportion.modules.policy import Policy
 from apportion.modules.samplers import GenerateSampler, SharedPrefixSampler
 from apportion.modules.samplers.drawing import draw
-from tests.modules.tiny_models import CONFIGS, tiny_policy
+from tests.modules.tiny_models import CONFIGS, GEMMA, SHAPE, save, tiny_policy
 
 PREFIXES = [[5, 9, 30, 12, 44, 7], [7, 8], [61]]
 
@@ -23,7 +25,7 @@ def test_a_draw_is_the_plain_inverse_of_the_cumulative_distribution():
     logits = 3 * torch.randn(200, 700, generator=generator, dtype=torch.float64)
     logits[:, 256:512] = -torch.inf
     random = torch.rand(200, generator=generator, dtype=torch.float64)
-    drawn = draw(logits, random, Limits(1, temperature=0.7))
+    drawn = draw(logits.clone(), random, Limits(1, temperature=0.7))
     for row in range(200):
         probs = (logits[row] / 0.7).softmax(0)
         total, token = 0.0, -1
@@ -72,9 +74,20 @@ def test_greedy_tokens_are_generates_on_many_prompts(tmp_path, kind):
         assert completion == whole[: len(completion)]
 
 
-def test_a_model_of_unknown_attention_is_sampled_by_generate(tmp_path, caplog):
+def gemma2(folder):
+    """Soft caps in the attention: transformers has only its own code for them."""
+    config = Gemma2Config(**SHAPE, **GEMMA, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
+    return Policy(save(config, folder), max_completion_tokens=12, attention="eager")
+
+
+def eager_llama(folder):
+    return tiny_policy("llama", folder, "float32", attention="eager")
+
+
+@pytest.mark.parametrize("make", [eager_llama, gemma2])
+def test_a_model_of_unknown_attention_is_sampled_by_generate(tmp_path, caplog, make):
     with caplog.at_level(logging.WARNING):
-        policy = tiny_policy("llama", tmp_path, "float32", attention="eager")
+        policy = make(tmp_path)
     assert "cannot share a prompt between its completions (attention 'eager' is the model's own code)" in caplog.text
     assert not policy.shares_prompts
     assert policy.scoring == "padded"

@@ -13,8 +13,12 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from apportion.data.batch import RolloutBatch
@@ -38,6 +42,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "llama_tied": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SHAPE),
+    "qwen2_window": lambda: Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=12),
+    "mistral": lambda: MistralConfig(**SHAPE, sliding_window=None),
+    "mistral_window": lambda: MistralConfig(**SHAPE, sliding_window=4),
+    "phi3": lambda: Phi3Config(**SHAPE),
+    "olmo2": lambda: Olmo2Config(**SHAPE),
     "gpt2": lambda: GPT2Config(
         vocab_size=99, n_embd=16, n_layer=2, n_head=2, n_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=1
     ),
