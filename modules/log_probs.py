@@ -50,6 +50,8 @@ class _Statistics(torch.autograd.Function):
     """What `token_statistics` gives, from logits l (M, V) that become log p. With y the token and H the entropy:
 
     d log p_y / d l = onehot_y - p,    d H / d l = -p (log p + H).
+
+    All in the memory of the logits; a second backward pass over the same graph is an error.
     """
 
     @staticmethod
@@ -75,14 +77,12 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, above_logp: Tensor, above_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        log_probs, tokens, entropies = ctx.saved_tensors
-        gradient = torch.empty_like(log_probs)
-        for rows in _runs(log_probs):
+        gradient, tokens, entropies = ctx.saved_tensors  # log-probabilities, to be overwritten run by run
+        for rows in _runs(gradient):
             part, above = gradient[rows], -above_logp[rows, None]
-            torch.exp(log_probs[rows], out=part)
             if ctx.entropy:
-                above = above - above_entropy[rows, None] * (log_probs[rows] + entropies[rows, None])
-            part *= above
+                above = above - above_entropy[rows, None] * (part + entropies[rows, None])
+            part.exp_().mul_(above)
         gradient.scatter_add_(-1, tokens[:, None], above_logp[:, None])
         return gradient, None, None, None
 

@@ -397,4 +397,4 @@ class PolicyGradient(Configurable, L.LightningModule):
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
     """AdamW at 1e-5 without weight decay: the usual choice for reinforcement learning of pre-trained models."""
-    return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.0)
+    return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.0, fused=True)

@@ -94,7 +94,7 @@ class WarmStart(Configurable, L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.peak_learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.peak_learning_rate, weight_decay=0.0, fused=True)
         steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer,

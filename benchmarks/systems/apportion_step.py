@@ -67,7 +67,7 @@ def main() -> None:
         GroupMean(scale="std"),
         Clipped(),
         micro_batch_tokens=micro_batch_tokens,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-6, fused=True),
     )
     data = RolloutDataModule(
         Prompts(work.prompts),
