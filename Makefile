@@ -2,6 +2,7 @@
 # make demo       watch a small model learn: under four minutes on two cores
 # make test       linter, formatter, type checker, all tests
 # make test-fast  the tests without the slow ones
+# make bench      time and memory against TRL, generate and vLLM: about an hour; installs them into build/peers
 # make lint       linter, formatter, type checker
 # make clean      remove .venv and whatever was built or cached; runs/ stays
 #
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGES := algorithms apportion callbacks configs data modules
 
-.PHONY: setup demo test test-fast lint clean FORCE
+.PHONY: setup demo test test-fast bench lint clean FORCE
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/linked
@@ -44,6 +45,9 @@ test: lint
 
 test-fast: setup
 	$(BIN)/python -m pytest -m "not slow"
+
+bench: setup
+	$(BIN)/python -m benchmarks.run
 
 lint: setup
 	$(BIN)/ruff check

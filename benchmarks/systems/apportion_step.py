@@ -1,4 +1,5 @@
-"""Steps of apportion's own trainer. Options: sampler, scoring, micro_batch_tokens, fresh (random weights)."""
+"""Steps of apportion's own trainer. Options: those of Policy; sampler, micro_batch_tokens, micro_batch_rows (so many rows,
+whatever the layout), fresh (random weights)."""
 
 import sys
 import time
@@ -48,7 +49,8 @@ class Steps(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         self.rows.append({"step": time.perf_counter() - self.start, **module.record.seconds})
-        self.tokens = int(module.record.rollouts.lengths.sum())
+        rollouts = module.record.rollouts
+        self.size = {"tokens": int(rollouts.lengths.sum()), "prompt_tokens": int(rollouts.prompt_mask.sum())}
 
 
 def main() -> None:
@@ -56,12 +58,15 @@ def main() -> None:
     options = dict(work.options)
     sampler = {"shared": SharedPrefixSampler, "generate": GenerateSampler}[options.pop("sampler", "shared")]()
     micro_batch_tokens = options.pop("micro_batch_tokens", None)
+    micro_batch_rows = options.pop("micro_batch_rows", None)
     fresh = options.pop("fresh", None)
     if fresh is None:
         policy = Policy(work.model, max_completion_tokens=work.tokens, **options)
     else:
         end = ["\n"]  # never drawn often enough to matter: lengths are reported
         policy = Policy(fresh=FreshModel(**fresh), max_completion_tokens=work.tokens, end_tokens=end, **options)
+    if micro_batch_rows is not None:
+        policy.micro_batches = lambda rollouts, _: iter(torch.arange(len(rollouts)).split(micro_batch_rows))
     module = PolicyGradient(
         policy,
         GroupMean(scale="std"),
@@ -92,8 +97,12 @@ def main() -> None:
     measured = steps.rows[work.warm_up :]
     answer(
         seconds={name: [row[name] for row in measured] for name in measured[0]},
-        tokens=steps.tokens,
+        prompts=len(work.prompts),
+        group_size=work.group_size,
         parameters=sum(p.numel() for p in policy.parameters()),
+        layer_parameters=sum(p.numel() for p in policy.model.model.layers.parameters()),
+        head_parameters=policy.model.lm_head.weight.numel(),
+        **steps.size,
         micro_batch_tokens=module.micro_batch_tokens,
     )
 
