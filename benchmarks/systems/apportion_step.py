@@ -1,5 +1,5 @@
-"""Steps of apportion's own trainer. Options: those of Policy; sampler, micro_batch_tokens, micro_batch_rows (so many rows,
-whatever the layout), fresh (random weights)."""
+"""Steps of apportion's own trainer. Options: those of Policy; sampler, micro_batch_tokens, fresh (random weights),
+micro_batch_rows (so many rows in a micro-batch, whatever the layout)."""
 
 import sys
 import time
