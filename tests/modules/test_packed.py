@@ -4,11 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from apportion.algorithms import Clipped, KLPenalty, LeaveOneOut, Reinforce, TruncatedImportance
+from apportion.algorithms.aggregation import AGGREGATIONS
 from apportion.data.errors import UsageError
 from apportion.modules import log_probs
 from apportion.modules.fresh import FreshModel
 from apportion.modules.policy import Policy
+from apportion.modules.reporting import Totals
 from tests.modules.tiny_models import CONFIGS, batch_of, exact_norms, tiny_policy
+from tests.modules.whole_step import build_module
 
 PROMPTS = [[5, 9, 30, 12, 44, 7], [7, 8], [61]]
 PROMPT_OF = [0, 0, 1, 1, 2, 1, 2]
@@ -119,3 +123,34 @@ def test_micro_batches_hold_each_row_once_and_each_prompt_once(prompts, rows, bu
 def test_unknown_layouts_are_refused():
     with pytest.raises((UsageError, ValueError), match="scoring"):
         Policy(fresh=FreshModel(width=16), scoring="tight")  # type: ignore[arg-type]
+
+
+def update_gradient(kind, folder, layout, checkpointing, objective, form, aggregation):
+    """The gradient of an optimizer step whose old log-probabilities are not the current ones, in micro-batches that cut
+    groups, with an entropy bonus and importance weights for the sampler's precision."""
+    policy = tiny_policy(kind, folder, temperature=0.8, gradient_checkpointing=checkpointing)
+    exact_norms(policy.model)
+    policy.scoring = layout
+    kl = KLPenalty(form, 0.3) if form else None
+    module = build_module(policy, LeaveOneOut(), objective, kl, aggregation, entropy=0.05)
+    module.mismatch = TruncatedImportance("token", 1.5)
+    batch, noise = random_batch()
+    reward = torch.arange(len(batch), dtype=torch.float64) % 3
+    old = torch.where(batch.completion_mask, -4.0 + 0.3 * noise, 0.0)
+    batch = batch.replace(reward=reward, logp_old=old, logp_sampler=old + 0.1 * noise * batch.completion_mask)
+    batch = module.assign_credit(batch)
+    module.policy.version = 1
+    assert module.accumulate_gradients(batch, Totals())
+    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("objective", [Reinforce(), Clipped()], ids=["reinforce", "clipped"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3"])
+def test_a_whole_step_is_the_same_in_both_layouts(tmp_path, kind, objective, aggregation):
+    for checkpointing, form in ((False, "k3_loss"), (True, "k1_reward"), (False, "k2_loss"), (True, None)):
+        rest = (checkpointing, objective, form, aggregation)
+        expected = update_gradient(kind, tmp_path, "padded", *rest)
+        gradient = update_gradient(kind, tmp_path, "packed", *rest)
+        assert float(expected.norm()) > 1e-3
+        assert float((gradient - expected).norm() / expected.norm()) < 1e-10
