@@ -15,7 +15,13 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 def main() -> None:
     work = job()
-    engine = vllm.LLM(work.model, dtype=DTYPES[work.precision], max_model_len=512, enable_prefix_caching=True)
+    engine = vllm.LLM(
+        work.model,
+        dtype=DTYPES[work.precision],
+        max_model_len=512,
+        enable_prefix_caching=True,
+        gpu_memory_utilization=0.3,
+    )
     limits = vllm.SamplingParams(
         n=work.group_size, temperature=1.0, max_tokens=work.tokens, ignore_eos=True, logprobs=0
     )
