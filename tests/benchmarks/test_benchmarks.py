@@ -94,7 +94,7 @@ def test_measurements_go_on_where_they_stopped_and_failures_are_tried_again(tmp_
     assert {name: len(found) for name, found in again.answers().items()} == {"a": 2, "b": 1}
     other = Case("a", "x", Job("m", ["p"], 8, 5), rounds=1)
     again.measure([other])  # the same name with other work is measured anew
-    assert asked[-1] == "a" and len(asked) == 5
+    assert asked[4:] == ["a"]
 
 
 def test_tables_align_numbers_and_fill_their_places():
