@@ -104,8 +104,9 @@ class Plan:
         middle = round(factor**0.5) if self.scale.rounds > 1 else 1  # the ends alone when it is quick
         fixed = {"micro_batch_tokens": GROWTH_TOKENS}
         once: dict[str, Any] = {"warm_up": 1, "steps": 1, "options": fixed}
-        for n in sorted({1, middle, factor}):
+        for n in sorted({1, middle, factor, 2 * factor}):  # twice more: micro-batches that are full either way
             yield Case(f"growth/prompts/{n}", "apportion_step", self.job(n, 8, **{**once, "tokens": 16}))
+        for n in sorted({1, middle, factor}):
             yield Case(f"growth/group size/{2 * n}", "apportion_step", self.job(2, 2 * n, **{**once, "tokens": 32}))
             yield Case(f"growth/tokens/{16 * n}", "apportion_step", self.job(2, 4, **{**once, "tokens": 16 * n}))
         for width in (192, 384, 768):
