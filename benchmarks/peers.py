@@ -8,7 +8,6 @@ from pathlib import Path
 PINS = Path(__file__).parent / "peers"
 FOLDER = Path("build/peers")
 VARIABLES = {"vllm": {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}}
-OUTSIDE = dict(os.environ)  # before any library adds to it: vLLM does not start with what some of them set
 
 
 def python(name: str) -> str:
@@ -30,4 +29,4 @@ def python(name: str) -> str:
 
 def environment(name: str) -> dict[str, str]:
     """The variables that a system's process runs with."""
-    return OUTSIDE | VARIABLES.get(name, {})
+    return dict(os.environ) | VARIABLES.get(name, {})

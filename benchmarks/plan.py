@@ -1,7 +1,7 @@
 """What is measured: every case, by section. A case is one job of one system, run in a process of its own."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.work import Job
@@ -92,9 +92,8 @@ class Plan:
         for shape, (prompts, group_size) in SAMPLER_SHAPES.items():
             job = self.job(prompts, group_size, precision="bf16", warm_up=1)
             for name in ("shared", "generate"):
-                options = {"sampler": name}
-                case = Job(**{**vars(job), "options": options})
-                yield Case(f"sampler/{shape}/{name}", "sample", case, rounds=self.scale.rounds)
+                ours = replace(job, options={"sampler": name})
+                yield Case(f"sampler/{shape}/{name}", "sample", ours, rounds=self.scale.rounds)
             if vllm:
                 yield Case(f"sampler/{shape}/vllm", "vllm_sample", job, "vllm")
 
