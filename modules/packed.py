@@ -5,6 +5,8 @@ from torch import Tensor
 
 from ..data.batch import RolloutBatch
 from .attention import Layer, additive, attend_under, causal, visible
+from .packed_attention import PackedAttention, Part, Table
+from .split_model import multiplied_in
 
 
 class Packed:
@@ -28,17 +30,24 @@ class Packed:
         own_positions = (self.prompt_lengths[self.prompt_of][:, None] + column)[fed]
         self.positions = torch.cat([prompt_positions, own_positions])[None]
 
-        fed_lengths = (lengths - 1).clamp(min=0)
-        self.parts = [prompt_tokens, int(fed_lengths.sum())]
-        self.prompts, self.own = _Table(self.prompt_lengths), _Table(fed_lengths)
+        self.fed_lengths = (lengths - 1).clamp(min=0)
+        self.parts = [prompt_tokens, int(self.fed_lengths.sum())]
+        self.prompts, self.own = Table(self.prompt_lengths), Table(self.fed_lengths)
         ends = self.prompt_lengths.cumsum(0)
-        starts = prompt_tokens + fed_lengths.cumsum(0) - fed_lengths
+        starts = prompt_tokens + self.fed_lengths.cumsum(0) - self.fed_lengths
         behind = starts[:, None] + column[1:] - 1  # (N, T - 1)
         predicts = torch.cat([(ends - 1)[self.prompt_of][:, None], behind], 1)[:, : len(column)]
         self.predicts = torch.where(completions, predicts, 0)
+        self.longest = int((self.prompt_lengths[self.prompt_of] + self.fed_lengths).max())
+        self._parted: tuple[Part, tuple[Part, ...]] | None = None
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def attend(self, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        simple = layer.cap is None and (layer.window is None or layer.window >= self.longest)
+        if simple and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+            dtype = multiplied_in(value)
+            query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+            return PackedAttention.apply(query, key, value, *self._parts(), layer.scaling)[None]  # type: ignore[index]
         parts = [tensor[0].transpose(0, 1).split(self.parts) for tensor in (query, key, value)]  # (S, heads, D) each
         prompts = [self.prompts.rows(part).transpose(1, 2) for part, _ in parts]
         outputs = [self.prompts.tokens(causal(layer, *prompts).transpose(1, 2))]
@@ -52,6 +61,28 @@ class Packed:
             mask = self._mask(layer.window, query.dtype)
             outputs.append(self.own.tokens(attend_under(mask, layer, own[0], keys, values).transpose(1, 2)))
         return torch.cat(outputs)[None]
+
+    def _parts(self) -> tuple[Part, tuple[Part, ...]]:
+        """See `PackedAttention`."""
+        if self._parted is None:
+            prompts, completions = slice(0, self.parts[0]), slice(self.parts[0], None)
+            alone = Part(prompts, self.prompts, prompts, self.prompts, causal=True)
+            own = Part(completions, self.own, completions, self.own, causal=True)
+            before = Part(completions, self._beside_prompts(), prompts, self.prompts, False, self._padding())
+            self._parted = alone, (before, own) if self.own.longest else ()
+        return self._parted
+
+    def _beside_prompts(self) -> Table:
+        """The completions' tokens with one row a prompt."""
+        of = self.prompt_of.repeat_interleave(self.fed_lengths)
+        order = None if bool((of.diff() >= 0).all()) else of.argsort(stable=True)
+        return Table(of.bincount(minlength=len(self.prompt_lengths)), order)
+
+    def _padding(self) -> Tensor | None:
+        """(P, 1, 1, Lp) to add to scores of prompt tokens; None: there is no padding."""
+        position = torch.arange(self.prompts.longest, device=self.prompt_of.device)
+        seen = position < self.prompt_lengths[:, None]
+        return None if seen.all() else additive(seen, torch.float32)[:, None, None]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(N, T', Lp + T') to add to the scores of completion tokens."""
@@ -69,26 +100,3 @@ class Packed:
             )
             self._masks[window, dtype] = additive(seen, dtype)
         return self._masks[window, dtype]
-
-
-class _Table:
-    """Sequences that lie one behind the other, as rows padded to the longest, and back."""
-
-    def __init__(self, lengths: Tensor) -> None:
-        self.longest = int(lengths.max()) if len(lengths) else 0
-        self.shape = (len(lengths), self.longest)
-        column = torch.arange(self.longest, device=lengths.device)
-        used = column < lengths[:, None]
-        self.ragged = not bool(used.all())
-        places = (lengths.cumsum(0) - lengths)[:, None] + column
-        self.places = torch.where(used, places, 0).flatten()  # an existing token stands on padding
-        self.back = used.flatten().nonzero().squeeze(1)
-
-    def rows(self, tokens: Tensor) -> Tensor:
-        """(K, longest, ...) from (sum of lengths, ...)."""
-        return (tokens.index_select(0, self.places) if self.ragged else tokens).unflatten(0, self.shape)
-
-    def tokens(self, rows: Tensor) -> Tensor:
-        """The reverse."""
-        flat = rows.flatten(0, 1)
-        return flat.index_select(0, self.back) if self.ragged else flat

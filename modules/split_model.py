@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..data.errors import UsageError
+from .attention import Layer
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the largest logit
 
@@ -21,12 +22,13 @@ class SplitModel:
     `logits_scaling` (Granite), multiplication by `logit_scale` (Cohere) or `lm_head_multiplier` (Falcon-H1), and
     soft-capping by `final_logit_softcapping` (Gemma).
 
-    lean: whether a `LeanDecoder` was found to give the model's own numbers.
+    layers: what each layer says of its attention; lean: whether `lean_pass` and `LeanDecoder` were found to give the
+    model's own numbers (`shared_prompts` finds out).
     """
 
-    lean = False
-
     def __init__(self, model: Any, name: str) -> None:
+        self.lean = False
+        self.layers: dict[int, Layer] = {}
         if model.base_model is model or model.get_output_embeddings() is None:
             raise UsageError(
                 f"model.policy.model is '{name}' ({type(model).__name__}), which has no separate output layer: this "
@@ -56,7 +58,7 @@ class SplitModel:
             weight: what `fp32_head` gave, so that it is made but once for many calls.
         """
         head = self.model.get_output_embeddings()
-        dtype = _precision(hidden)
+        dtype = multiplied_in(hidden)
         if type(head) is nn.Linear and dtype.itemsize == 2:
             with torch.autocast(hidden.device.type, enabled=False):
                 weight = head.weight.float() if weight is None else weight
@@ -96,7 +98,7 @@ class SplitModel:
             )
 
 
-def _precision(hidden: Tensor) -> torch.dtype:
+def multiplied_in(hidden: Tensor) -> torch.dtype:
     """In which a linear layer multiplies."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
