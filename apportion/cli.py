@@ -251,6 +251,7 @@ class Command(LightningCLI):
             if (request := cause(error)) is not None:  # jsonargparse wraps what a constructor says
                 raise request from error
             raise
+        self.model.resolve_micro_batch_tokens(self.trainer.strategy.root_device)
         config = self.config[self.command]
         config.model.micro_batch_tokens = self.model.micro_batch_tokens  # config.yaml holds what was resolved
 

@@ -13,28 +13,14 @@ from torch import Tensor, nn
 from .continuation import Continuation
 from .memory import total_memory
 
-# Pre-norm layers: rotary positions, grouped-query attention, a gated feed-forward part, plain residual sums.
-KNOWN_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 SHARE_OF_MEMORY = 0.2  # the most of the machine's that the copy of the weights may take
 
 
-def why_not_lean(model: Any) -> str | None:
-    """None if a `LeanDecoder` can be made of a transformers model, else the reason why not."""
-    body = model.base_model
-    layers = getattr(body, "layers", None) or [body]
-    unknown = {type(layer).__name__ for layer in layers} - KNOWN_LAYERS
-    if unknown:
-        return f"its layers are of type {', '.join(sorted(unknown))}"
-    for name, module in body.named_modules():
-        if name.endswith("_proj") and type(module) is not nn.Linear:
-            return f"its {name} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            return f"its {name or 'body'} has hooks"
-    weights = [weight for layer in layers for weight in layer.parameters()]
+def copy_fits(model: Any) -> bool:
+    """Whether the copy that a `LeanDecoder` makes of the layers' weights is small beside the memory."""
+    weights = [weight for layer in model.base_model.layers for weight in layer.parameters()]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
-    if size > SHARE_OF_MEMORY * total_memory(weights[0].device):
-        return f"a copy of its weights takes {size / 2**30:.1f} GiB, too much of the memory"
-    return None
+    return size <= SHARE_OF_MEMORY * total_memory(weights[0].device)
 
 
 class LeanDecoder:
@@ -72,7 +58,7 @@ class _LeanLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self.before_attention, self.before_mlp = layer.input_layernorm, layer.post_attention_layernorm
         self.query_norm, self.key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self.index, self.width, self.activation = attention.layer_idx, attention.head_dim, mlp.act_fn
+        self.index, self.width = attention.layer_idx, attention.head_dim
         self.heads = attention.q_proj.out_features // self.width
         self.turned = self.heads + attention.k_proj.out_features // self.width
         self.inputs = _Linear([attention.q_proj, attention.k_proj, attention.v_proj], dtype, rows)
@@ -91,7 +77,7 @@ class _LeanLayer:
         seen = pattern.attend(layer, turned[:, : self.heads], turned[:, self.heads :], value[:, :, None])
         hidden = hidden + self.output(seen.flatten(1))
         gate, up = self.gates(self.before_mlp(hidden)).chunk(2, -1)
-        return hidden + self.down(self.activation(gate).mul_(up))
+        return hidden + self.down(F.silu(gate).mul_(up))
 
 
 class _Linear:

@@ -5,21 +5,40 @@ from typing import Any
 
 import torch
 
+from .lean_pass import unlike_llama
+
 LARGEST = 32_768
-SHARE_OF_MEMORY = 0.1  # of the machine's; small micro-batches are faster on a CPU anyway, and others live here too
+SHARE_OF_MEMORY = 0.1  # of the machine's: others live here too
+SMALL = 2**29  # bytes; on a CPU more activations than this, or than the weights take, make nothing faster
 
 
-def resolve_micro_batch_tokens(policy: Any) -> int:
-    """Tokens in one micro-batch: from a tenth of the memory and an estimate of the bytes that a token costs.
+def resolve_micro_batch_tokens(policy: Any, device: torch.device) -> int:
+    """Tokens in one micro-batch: as many as have their activations in a tenth of the device's memory, and on a CPU in
+    `SMALL` or the size of the weights. Logits are made a run of tokens at a time and cost the same whatever the
+    micro-batch."""
+    budget = SHARE_OF_MEMORY * total_memory(device)
+    if device.type == "cpu":
+        budget = min(budget, max(SMALL, sum(p.numel() * p.element_size() for p in policy.parameters())))
+    return int(max(1, min(LARGEST, budget // activation_bytes(policy))))
 
-    The estimate [ours]: about 40 activations of the model's width a layer (two, the layer's in- and output, with
-    gradient checkpointing). Logits are made a run of tokens at a time and cost the same whatever the micro-batch.
+
+def activation_bytes(policy: Any) -> int:
+    """What the backward pass of one token needs of its forward pass [ours], logits left out.
+
+    Numbers a layer: with gradient checkpointing what goes into it; else, in a lean pass, what `lean_pass` keeps; else
+    about 40 times the model's width, an estimate from models of several kinds.
     """
-    config = policy.model.config
-    layers, width = config.num_hidden_layers, config.hidden_size
-    activations = 2 if policy.gradient_checkpointing else 40
-    bytes_per_token = 4 * activations * layers * width
-    return int(max(1, min(LARGEST, SHARE_OF_MEMORY * total_memory(policy.device) // bytes_per_token)))
+    config = policy.model.config.get_text_config()
+    width = config.hidden_size
+    if policy.gradient_checkpointing:
+        numbers = 2 * width
+    elif policy.scoring == "packed" and policy.split.lean and unlike_llama(policy.model) is None:
+        attention, mlp = policy.model.base_model.layers[0].self_attn, policy.model.base_model.layers[0].mlp
+        queries, keys = attention.q_proj.out_features, attention.k_proj.out_features
+        numbers = 2 * width + 2 * queries + 2 * keys + 2 * mlp.gate_proj.out_features
+    else:
+        numbers = 40 * width
+    return policy.model.dtype.itemsize * config.num_hidden_layers * numbers
 
 
 def total_memory(device: torch.device) -> int:

@@ -23,7 +23,7 @@ from .fresh import FreshModel
 from .loading import DType, load
 from .log_probs import token_statistics
 from .packed import Packed
-from .shared_prompts import run, why_not_shared
+from .shared_prompts import packed_hidden, why_not_shared
 from .split_model import SplitModel
 from .text import ChatTemplate, TextCodec
 
@@ -229,8 +229,7 @@ class Policy(Configurable, nn.Module):
         if layout == "packed":
             if embeddings is not None:
                 raise ValueError("embeddings go with the padded layout")
-            packed = Packed(rollouts)
-            return run(self.split, packed.ids, packed.positions, packed)[0][packed.predicts]
+            return packed_hidden(self.split, Packed(rollouts), self.gradient_checkpointing and self.model.training)
         mask = torch.cat([rollouts.prompt_mask[rollouts.prompt_index], rollouts.completion_mask], dim=1)
         inputs = {"input_ids": self._row_ids(rollouts)} if embeddings is None else {"inputs_embeds": embeddings}
         prompt, completion = rollouts.prompt_ids.shape[1], rollouts.completion_ids.shape[1]

@@ -108,7 +108,7 @@ class PolicyGradient(Configurable, L.LightningModule):
         self.update_epochs = update_epochs
         self.minibatches = minibatches
         self.chooses_micro_batch = micro_batch_tokens is None
-        self.micro_batch_tokens = micro_batch_tokens or resolve_micro_batch_tokens(policy)
+        self.micro_batch_tokens = micro_batch_tokens or resolve_micro_batch_tokens(policy, policy.device)
         self.entropy = entropy
         self.mismatch = mismatch
         self.clip_gradient_norm = clip_gradient_norm
@@ -278,10 +278,17 @@ class PolicyGradient(Configurable, L.LightningModule):
     def datamodule(self) -> RolloutDataModule:
         return cast(RolloutDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
 
+    def resolve_micro_batch_tokens(self, device: torch.device) -> None:
+        """Choose the size of a micro-batch for the device that the training will be on, unless it was given."""
+        if self.chooses_micro_batch:
+            self.micro_batch_tokens = resolve_micro_batch_tokens(self.policy, device)
+            self.hparams["micro_batch_tokens"] = self.micro_batch_tokens
+
     def setup(self, stage: str) -> None:
         if not isinstance(getattr(self.trainer, "datamodule", None), RolloutDataModule):
             raise UsageError("PolicyGradient trains on a RolloutDataModule: call trainer.fit(module, datamodule=…)")
         check_precision(self.trainer)
+        self.resolve_micro_batch_tokens(self.trainer.strategy.root_device)
         asked_by = type(self.estimator).__name__
         if self.datamodule.group_size < self.estimator.smallest_group:
             raise UsageError(

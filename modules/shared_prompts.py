@@ -8,10 +8,14 @@ from torch import Tensor
 from ..data.batch import RolloutBatch
 from .attention import Pattern, Prefill, UnsupportedError, use_shared_attention
 from .continuation import Continuation
-from .lean_decoder import LeanDecoder, why_not_lean
+from .lean_decoder import LeanDecoder, copy_fits
+from .lean_pass import lean_pass, unlike_llama
 from .packed import Packed
 from .split_model import TOLERANCE, SplitModel
 
+FLOAT32_NORMS = (
+    1e-5  # of the largest logit: transformers normalises in float32 even in a float64 model, `lean_pass` not
+)
 PROMPTS, COMPLETIONS = (5, 3), ((0, 4), (1, 3), (0, 1), (1, 2))  # lengths; (prompt, length)
 
 
@@ -21,6 +25,19 @@ def run(split: SplitModel, ids: Tensor, positions: Tensor, pattern: Pattern) -> 
     return split.model.base_model(
         input_ids=ids, position_ids=positions, attention_mask=no_mask, use_cache=False, pattern=pattern
     ).last_hidden_state
+
+
+def packed_hidden(split: SplitModel, packed: Packed, recompute: bool = False) -> Tensor:
+    """(N, T, d) final hidden states that predict the completions' tokens.
+
+    Args:
+        recompute: gradient checkpointing, for a lean pass; a model's own modules know it.
+    """
+    if split.lean and unlike_llama(split.model) is None:
+        hidden = lean_pass(split.model, split.layers, packed.ids[0], packed.positions[0], packed, recompute)
+    else:
+        hidden = run(split, packed.ids, packed.positions, packed)[0]
+    return hidden[packed.predicts]
 
 
 def prefill(split: SplitModel, prompts: Tensor, lengths: Tensor) -> tuple[Tensor, Prefill]:
@@ -40,7 +57,7 @@ Step = Callable[[Tensor, Tensor, Continuation], Tensor]
 def decoder(split: SplitModel, rows: int) -> Step:
     """The pass over one new token of about so many rows: (n, d) final hidden states of tokens (n,) at positions (n, 1).
     To be made anew when weights or precision change."""
-    if split.lean and why_not_lean(split.model) is None:
+    if split.lean and unlike_llama(split.model) is None and copy_fits(split.model):
         return LeanDecoder(split.model, rows).step
     return lambda token, positions, pattern: run(split, token[:, None], positions, pattern)[:, 0]
 
@@ -63,10 +80,10 @@ def why_not_shared(split: SplitModel) -> str | None:
             difference = (split.logits(hidden).float() - theirs).abs()
             return float(difference.masked_fill(~batch.completion_mask[..., None], 0.0).max())
 
+        packed = Packed(batch)
         split.lean = False
         try:
-            packed = Packed(batch)
-            ways = [run(split, packed.ids, packed.positions, packed)[0][packed.predicts], _decoded(split, batch)]
+            ways = [packed_hidden(split, packed), _decoded(split, batch)]
         except FAILURES as error:
             raise UnsupportedError(f"a pass with an attention of ours fails ({error})") from error
         for way in ways:
@@ -74,7 +91,9 @@ def why_not_shared(split: SplitModel) -> str | None:
                 raise UnsupportedError(f"its logits come out different, by {gap(way):.2g} (at most {largest:.2g})")
         try:
             split.lean = True
-            split.lean = gap(_decoded(split, batch)) <= largest
+            split.lean = max(gap(packed_hidden(split, packed)), gap(_decoded(split, batch))) <= max(
+                largest, FLOAT32_NORMS * float(theirs.abs().max())
+            )
         except FAILURES:
             split.lean = False
     except UnsupportedError as reason:
@@ -125,6 +144,7 @@ def _decoded(split: SplitModel, batch: RolloutBatch) -> Tensor:
     lengths = batch.prompt_mask.sum(1)
     prompts = torch.stack([row.roll(int(n)) for row, n in zip(batch.prompt_ids, lengths, strict=True)])
     last, prefilled = prefill(split, prompts, lengths)
+    split.layers = prefilled.layers
     row = torch.arange(len(batch), device=lengths.device)
     steps = batch.completion_ids.shape[1]
     pattern = Continuation(prefilled, lengths, batch.prompt_index, steps)

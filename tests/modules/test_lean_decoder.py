@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from apportion.data.sampler import Limits
-from apportion.modules.lean_decoder import _Linear, why_not_lean
+from apportion.modules.lean_decoder import _Linear
+from apportion.modules.lean_pass import unlike_llama
 from apportion.modules.samplers import SharedPrefixSampler
 from tests.modules.tiny_models import CONFIGS, tiny_policy
 
@@ -22,7 +23,7 @@ def sampled(policy, lean: bool):
 def test_llama_like_models_are_decoded_leanly(tmp_path, kind):
     split = tiny_policy(kind, tmp_path).split
     assert split.lean
-    assert (why_not_lean(split.model) is None) == (kind in LEAN)
+    assert (unlike_llama(split.model) is None) == (kind in LEAN)
 
 
 @pytest.mark.parametrize("kind", sorted(LEAN))
@@ -52,14 +53,14 @@ def test_in_16_bits_its_numbers_are_those_of_16_bits(tmp_path, kind, mixed):
 
 def test_a_model_with_hooks_runs_its_own_layers(tmp_path):
     policy = tiny_policy("llama", tmp_path)
-    assert why_not_lean(policy.model) is None
+    assert unlike_llama(policy.model) is None
     seen = []
     handle = policy.model.base_model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
-    assert "has hooks" in str(why_not_lean(policy.model))
+    assert "has hooks" in str(unlike_llama(policy.model))
     sampled(policy, True)
     assert len(seen) == 11  # the prompts, and ten tokens
     handle.remove()
-    assert why_not_lean(policy.model) is None
+    assert unlike_llama(policy.model) is None
 
 
 def test_a_layer_that_was_replaced_is_not_lean(tmp_path):
@@ -68,7 +69,7 @@ def test_a_layer_that_was_replaced_is_not_lean(tmp_path):
 
     policy = tiny_policy("llama", tmp_path)
     policy.model.base_model.layers[1].mlp.down_proj.__class__ = Scaled
-    assert "down_proj is a Scaled" in str(why_not_lean(policy.model))
+    assert "down_proj is a Scaled" in str(unlike_llama(policy.model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -84,6 +84,7 @@ def test_under_autocast_and_in_bf16():
 @pytest.mark.parametrize("lengths", [[0], [1], [1, 0, 1], [3]])
 def test_short_completions(lengths):
     policy = Policy(fresh=FreshModel(width=16), dtype="float64")
+    exact_norms(policy.model)
     completions = [[20 + i for i in range(length)] for length in lengths]
     batch = batch_of([[5, 6]], completions, [0] * len(lengths))
     found = {}
