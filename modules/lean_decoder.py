@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from .continuation import Continuation
 from .memory import total_memory
+from .sharding import own_class
 
 # Pre-norm layers: rotary positions, grouped-query attention, a gated feed-forward part, plain residual sums.
 KNOWN_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -22,13 +24,14 @@ def why_not_lean(model: Any) -> str | None:
     """None if a `LeanDecoder` can be made of a transformers model, else the reason why not."""
     body = model.base_model
     layers = getattr(body, "layers", None) or [body]
-    unknown = {type(layer).__name__ for layer in layers} - KNOWN_LAYERS
+    unknown = {own_class(layer).__name__ for layer in layers} - KNOWN_LAYERS
     if unknown:
         return f"its layers are of type {', '.join(sorted(unknown))}"
     for name, module in body.named_modules():
         if name.endswith("_proj") and type(module) is not nn.Linear:
             return f"its {name} is a {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        hooks = max(len(module._forward_hooks), len(module._forward_pre_hooks))
+        if hooks > isinstance(module, FSDPModule) or "forward" in vars(module):  # that has one of its own
             return f"its {name or 'body'} has hooks"
     weights = [weight for layer in layers for weight in layer.parameters()]
     size = sum(weight.numel() * weight.element_size() for weight in weights)
