@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
 from .attention import Layer, Pattern
+from .sharding import own_class
 from .split_model import multiplied_in
 
 # Pre-norm layers: rotary positions, grouped-query attention, a gated feed-forward part, plain residual sums.
@@ -25,7 +27,7 @@ def unlike_llama(model: Any) -> str | None:
     """None if `LeanDecoder` and `lean_pass` know what a transformers model's layers do, else the reason why not."""
     body = model.base_model
     layers = getattr(body, "layers", None) or [body]
-    unknown = {type(layer).__name__ for layer in layers} - KNOWN_LAYERS
+    unknown = {own_class(layer).__name__ for layer in layers} - KNOWN_LAYERS
     if unknown:
         return f"its layers are of type {', '.join(sorted(unknown))}"
     for name, module in body.named_modules():
@@ -35,7 +37,8 @@ def unlike_llama(model: Any) -> str | None:
             return f"its {name} has a bias"
         if name.endswith("act_fn") and type(module) not in (nn.SiLU, SiLUActivation):
             return f"its activation is {type(module).__name__}"
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        hooks = max(len(module._forward_hooks), len(module._forward_pre_hooks))
+        if hooks > isinstance(module, FSDPModule) or "forward" in vars(module):  # that has one of its own
             return f"its {name or 'body'} has hooks"
     return None
 

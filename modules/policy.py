@@ -23,6 +23,7 @@ from .fresh import FreshModel
 from .loading import DType, load
 from .log_probs import token_statistics
 from .packed import Packed
+from .sharding import gathered
 from .shared_prompts import packed_hidden, why_not_shared
 from .split_model import SplitModel
 from .text import ChatTemplate, TextCodec
@@ -186,11 +187,12 @@ class Policy(Configurable, nn.Module):
 
     @contextmanager
     def inference(self) -> Iterator["Policy"]:
-        """For every use outside the update: evaluation mode and no gradient; modes are put back as they were."""
+        """For every use outside the update: evaluation mode, no gradient, and weights that are whole on every process;
+        modes are put back as they were."""
         training = [module for module in self.modules() if module.training]
         self.eval()
         try:
-            with torch.no_grad():
+            with gathered(self), torch.no_grad():
                 yield self
         finally:
             for module in training:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..algorithms.advantages.base import AdvantageContext, AdvantageEstimator
 from ..algorithms.aggregation import aggregate, check_aggregation, denominator
@@ -29,6 +30,7 @@ from .memory import resolve_micro_batch_tokens
 from .policy import Policy
 from .predictions import prediction_rows
 from .reporting import Totals, rollout_metrics
+from .sharding import gathered
 from .signals import SignalContext, SignalProvider, Signals, providers_for
 from .trainer_options import check_precision, check_validation_interval
 from .validation import ValidationMetrics
@@ -188,11 +190,12 @@ class PolicyGradient(Configurable, L.LightningModule):
             return False
         learning = batch[self._rows_with_gradient(batch)]
         micro_batches = list(self.policy.micro_batches(learning, self.micro_batch_tokens))
-        for number, rows in enumerate(micro_batches):
-            with self._gradients_synchronised(number == len(micro_batches) - 1):
-                # processes average their gradients, while the denominator is already the sum over processes
-                loss = self.micro_batch_loss(learning[rows], below, totals) * self.trainer.world_size
-                self.manual_backward(loss)
+        with gathered(self.policy):
+            for number, rows in enumerate(micro_batches):
+                with self._gradients_synchronised(number == len(micro_batches) - 1):
+                    # processes average their gradients, while the denominator is already the sum over processes
+                    loss = self.micro_batch_loss(learning[rows], below, totals) * self.trainer.world_size
+                    self.manual_backward(loss)
         if "ratio_clipped" in totals.sums:  # what was left out has no clipped token
             totals.counts["ratio_clipped"] += float(batch.loss_mask.sum() - learning.loss_mask.sum())
         return True
@@ -374,7 +377,10 @@ class PolicyGradient(Configurable, L.LightningModule):
         return cast(Tensor, self.trainer.strategy.reduce(value, reduce_op="sum"))
 
     def _gradients_synchronised(self, last: bool) -> AbstractContextManager[Any]:
-        """Between processes gradients are exchanged once an optimizer step, with the last micro-batch."""
+        """Between processes gradients are exchanged once an optimizer step, with the last micro-batch: processes may
+        have different numbers of them."""
+        if isinstance(self.policy, FSDPModule):
+            self.policy.set_requires_gradient_sync(last)
         blocked = getattr(self.trainer.strategy, "block_backward_sync", None)
         return nullcontext() if last or blocked is None else blocked()
 

@@ -11,6 +11,7 @@ from .continuation import Continuation
 from .lean_decoder import LeanDecoder, copy_fits
 from .lean_pass import lean_pass, unlike_llama
 from .packed import Packed
+from .sharding import is_sharded
 from .split_model import TOLERANCE, SplitModel
 
 FLOAT32_NORMS = (
@@ -33,7 +34,7 @@ def packed_hidden(split: SplitModel, packed: Packed, recompute: bool = False) ->
     Args:
         recompute: gradient checkpointing, for a lean pass; a model's own modules know it.
     """
-    if split.lean and unlike_llama(split.model) is None:
+    if split.lean and unlike_llama(split.model) is None and not is_sharded(split.model):
         hidden = lean_pass(split.model, split.layers, packed.ids[0], packed.positions[0], packed, recompute)
     else:
         hidden = run(split, packed.ids, packed.positions, packed)[0]

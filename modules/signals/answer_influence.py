@@ -8,6 +8,7 @@ from torch import Tensor
 from ...algorithms.groups import is_constant
 from ...data.batch import RolloutBatch
 from ...data.sampler import seed_of
+from ..sharding import gathered
 from .base import SignalContext, SignalProvider
 
 
@@ -37,9 +38,9 @@ class AnswerInfluence(SignalProvider):
     def forward(self, rollouts: RolloutBatch, context: SignalContext) -> dict[str, Tensor]:
         influence = torch.zeros(rollouts.completion_ids.shape, device=rollouts.reward.device, dtype=torch.float32)
         chosen = self._worth_scoring(rollouts)
-        if len(chosen):
-            subset = rollouts[chosen]
-            with context.policy.full_precision():
+        with gathered(context.policy), context.policy.full_precision():
+            if len(chosen):
+                subset = rollouts[chosen]
                 for rows in subset.rows_by_token_budget(context.micro_batch_tokens):
                     score = self._score(subset[rows], context)
                     influence = influence.to(score.dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...algorithms.objectives.base import at_least_float32
 from ...data.batch import RolloutBatch
+from ..sharding import gathered
 from .base import SignalContext, SignalProvider
 
 
@@ -67,15 +68,15 @@ class ScoreNorms(SignalProvider):
     layout = "rows"
 
     def forward(self, rollouts: RolloutBatch, context: SignalContext) -> dict[str, Tensor]:
+        with gathered(context.policy):
+            return {"score_norms": torch.stack([self._norm(rollouts[[row]], context) for row in range(len(rollouts))])}
+
+    @staticmethod
+    def _norm(alone: RolloutBatch, context: SignalContext) -> Tensor:
+        if not alone.action_mask.any():
+            return torch.zeros((), device=alone.reward.device)
         parameters = [p for p in context.policy.parameters() if p.requires_grad]
-        norms = []
-        for row in range(len(rollouts)):
-            alone = rollouts[[row]]
-            if not alone.action_mask.any():
-                norms.append(torch.zeros((), device=rollouts.reward.device))
-                continue
-            with torch.enable_grad():
-                score = (context.policy.score(alone).logp * alone.action_mask).sum()
-                gradients = torch.autograd.grad(score, parameters, allow_unused=True)
-            norms.append(torch.stack([at_least_float32(g).pow(2).sum() for g in gradients if g is not None]).sum())
-        return {"score_norms": torch.stack(norms)}
+        with torch.enable_grad():
+            score = (context.policy.score(alone).logp * alone.action_mask).sum()
+            gradients = torch.autograd.grad(score, parameters, allow_unused=True)
+        return torch.stack([at_least_float32(g).pow(2).sum() for g in gradients if g is not None]).sum()

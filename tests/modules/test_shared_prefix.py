@@ -4,13 +4,11 @@ import logging
 
 import pytest
 import torch
-from transformers import Gemma2Config
 
 from apportion.data.sampler import Limits
-from apportion.modules.policy import Policy
 from apportion.modules.samplers import GenerateSampler, SharedPrefixSampler
 from apportion.modules.samplers.drawing import draw
-from tests.modules.tiny_models import CONFIGS, GEMMA, SHAPE, save, tiny_policy
+from tests.modules.tiny_models import CONFIGS, tiny_policy
 
 PREFIXES = [[5, 9, 30, 12, 44, 7], [7, 8], [61]]
 
@@ -75,9 +73,7 @@ def test_greedy_tokens_are_generates_on_many_prompts(tmp_path, kind):
 
 
 def gemma2(folder):
-    """Soft caps in the attention: transformers has only its own code for them."""
-    config = Gemma2Config(**SHAPE, **GEMMA, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
-    return Policy(save(config, folder), max_completion_tokens=12, attention="eager")
+    return tiny_policy("gemma2", folder, "float32")
 
 
 def eager_llama(folder):

@@ -8,9 +8,12 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -19,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from apportion.data.batch import RolloutBatch
@@ -56,6 +60,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite": lambda: GraniteConfig(**SHAPE, logits_scaling=0.25),
     "cohere": lambda: CohereConfig(**SHAPE, logit_scale=3.0),
 }
+EXPERTS = {"head_dim": 8, "num_experts_per_tok": 1}
+CANNOT_SHARE: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma2": lambda: Gemma2Config(**SHAPE, **GEMMA, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
+    "gpt_oss": lambda: GptOssConfig(**SHAPE, **EXPERTS, num_local_experts=2, sliding_window=4),
+    "qwen3_next": lambda: Qwen3NextConfig(**SHAPE, **EXPERTS, num_experts=2, moe_intermediate_size=24),
+    "falcon_h1": lambda: FalconH1Config(**SHAPE, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4),
+}
+ONLY_EAGER = {"gemma2", "gpt_oss"}  # transformers has only its own code for their attention
 
 
 def save(config: PreTrainedConfig, folder: Path) -> str:
@@ -72,7 +84,8 @@ def save(config: PreTrainedConfig, folder: Path) -> str:
 
 
 def tiny_policy(kind: str, folder: Path, dtype: str = "float64", **options) -> Policy:
-    return Policy(save(CONFIGS[kind](), folder), dtype=dtype, max_completion_tokens=12, **options)
+    options = {"attention": "eager"} | options if kind in ONLY_EAGER else options
+    return Policy(save((CONFIGS | CANNOT_SHARE)[kind](), folder), dtype=dtype, max_completion_tokens=12, **options)
 
 
 def batch_of(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of, pad=0) -> RolloutBatch:
