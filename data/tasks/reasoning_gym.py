@@ -57,6 +57,8 @@ class ReasoningGym(Task):
         strict_extract: a second, stricter way to read it, judged too and logged as "accuracy_strict".
     """
 
+    verify_is_pure = True
+
     def __init__(
         self,
         name: str,
