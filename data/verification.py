@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import finalize
 
 from .rewards import Raised, judge, verify_all
 from .tasks.base import Task, Verdict
@@ -28,25 +28,27 @@ class Verification:
     """Verdicts of a run's tasks on one batch of completions after the other.
 
     A batch is verified in this process, one completion after the other, until one has taken longer than `SLOW`, its
-    slowest completion aside (it may have paid for a start). From then on workers verify the task's completions, if
-    `Task.verify_is_pure` and the task can be pickled. Verdicts, errors and warnings are the same either way. If a
-    worker fails, this process verifies whatever has no verdict yet, and everything after it.
+    slowest completion aside (it may have paid for a start). Workers are started then, and verify the task's
+    completions once they are ready, if `Task.verify_is_pure` and the task can be pickled. Verdicts, errors and
+    warnings are the same either way. If a worker fails, this process verifies whatever has no verdict yet, and
+    everything after it.
     """
 
     def __init__(self) -> None:
-        self._recipes: WeakKeyDictionary[Task, bytes] = WeakKeyDictionary()  # the tasks that workers verify
+        self._recipes: list[tuple[Task, bytes]] = []  # the tasks that workers verify, and what they make them from
         self._workers: _Workers | None = None
         self._failed = False
 
     def ahead(self, task: Task, completions: Sequence[str], examples: Sequence[dict[str, Any]]) -> None:
         """Let workers begin with completions for which `verdicts` will be asked; nothing for a task that has none."""
-        recipe = self._recipes.get(task)
+        recipe = self._recipe(task)
         if recipe is None or self._failed:
             return
         with self._guarded():
             if self._workers is None:
                 self._workers = _Workers()
-            self._workers.give(recipe, completions, examples)
+            if self._workers.ready():
+                self._workers.give(recipe, completions, examples)
 
     def verdicts(self, task: Task, completions: Sequence[str], examples: Sequence[dict[str, Any]]) -> list[Verdict]:
         """As `verify_all` gives them. Completions given `ahead` are recognised by their text and example object."""
@@ -66,7 +68,7 @@ class Verification:
             return outcome
 
         verdicts = verify_all(task, completions, examples, found)
-        if sum(seconds) - max(seconds) > SLOW:
+        if sum(seconds) - max(seconds) > SLOW and self._recipe(task) is None:
             self._hand_over(task, sum(seconds))
         return verdicts
 
@@ -76,17 +78,20 @@ class Verification:
             self._workers.close()
             self._workers = None
 
+    def _recipe(self, task: Task) -> bytes | None:
+        return next((recipe for known, recipe in self._recipes if known is task), None)
+
     def _hand_over(self, task: Task, seconds: float) -> None:
         """Start workers, which are ready by the next batch, unless the task cannot be handed over."""
         kind = type(task)
         if self._failed or not task.verify_is_pure or kind.__module__ == "__main__" or not hasattr(os, "killpg"):
             return
         try:
-            self._recipes[task] = pickle.dumps((kind, task.__dict__.get("_arguments", {})))
+            self._recipes.append((task, pickle.dumps((kind, task.__dict__.get("_arguments", {})))))
         except Exception as error:  # whatever an argument raises
             log.debug("%s is verified in this process: %r", kind.__name__, error)
             return
-        log.info("verifying a batch of %s took %.1f s: workers do it from now on", kind.__name__, seconds)
+        log.info("verifying a batch of %s took %.1f s: workers are started for it", kind.__name__, seconds)
         self.ahead(task, [], [])
 
     @contextmanager
@@ -116,6 +121,9 @@ class _Workers:
         self.close = finalize(self, _end, self._workers)
         for _ in range(min(cores, MOST_WORKERS)):
             self._workers.append(_Worker())
+
+    def ready(self) -> bool:
+        return all(worker.ready() for worker in self._workers)
 
     def give(self, recipe: bytes, completions: Sequence[str], examples: Sequence[dict[str, Any]]) -> None:
         """Hand out what is not given yet."""
@@ -150,7 +158,13 @@ class _Worker:
                 pass_fds=[other.fileno()],
                 start_new_session=True,
             )
+        self._ready = False
         self._awaited: list[list[_Key]] = []
+
+    def ready(self) -> bool:
+        if not self._ready and self.connection.poll():
+            self._ready = self.connection.recv()
+        return self._ready
 
     def give(self, recipe: bytes, rows: list[tuple[_Key, dict[str, Any]]]) -> None:
         if rows:
@@ -177,12 +191,14 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def work(descriptor: int) -> None:
-    """What a worker runs. A request is a pickled task and (completion, example) pairs; the answer is an outcome a pair,
-    None for an error that the run has to raise itself, or, as text, why there is no answer."""
+    """What a worker runs. It says True when it is ready. A request is a pickled task and (completion, example) pairs;
+    the answer is an outcome a pair, None for an error that the run has to raise itself, or, as text, why there is no
+    answer."""
     connection = Connection(descriptor)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     tasks: dict[bytes, Task] = {}
+    connection.send(True)
     while True:
         try:
             recipe, pairs = pickle.loads(requests.get())

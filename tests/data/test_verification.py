@@ -45,10 +45,14 @@ def trace(tmp_path):
 
 
 def slow_batch(run, task):
-    """Let it take longer than is slow."""
+    """Let it take longer than is slow, and wait for the workers."""
     task.seconds, seconds = 0.2, task.seconds
     run.verdicts(task, ["a"] * 5, [EXAMPLES[0]] * 5)
     task.seconds = seconds
+    until = time.monotonic() + 120
+    while run._workers is not None and not run._workers.ready():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def verified_by(trace, completion) -> set[int]:
@@ -122,20 +126,29 @@ def test_workers_give_the_same_verdicts_warnings_and_errors(started, trace, capl
 
     processes = [worker.process for worker in started[0]._workers]
     run.close()
-    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
+    assert {process.returncode for process in processes} == {-signal.SIGKILL}
     assert run.verdicts(task, ["d"], EXAMPLES[:1]) == verify_all(task, ["d"], EXAMPLES[:1])  # a second fit
     assert len(started) == 2
+    assert verified_by(trace, "d") == {os.getpid()}  # nobody waits for workers that start
     run.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("completion", "reason"), [("dies", "it ended by itself"), ("unpicklable", "pickle"), ("broken", "no second one")]
+    ("completion", "reason"),
+    [
+        ("dies", "it ended by itself"),
+        ("killed", "it ended by itself"),
+        ("unpicklable", "pickle"),
+        ("broken", "no second one"),
+    ],
 )
 def test_a_failing_worker_loses_nothing(started, trace, caplog, completion, reason):
     task = Slow(str(trace), broken=completion == "broken")
     run = Verification()
     slow_batch(run, task)
+    if completion == "killed":
+        os.kill(pids(started[0])[0], signal.SIGKILL)
     completions = [completion, "a", "bb", "raises"]
     found = run.verdicts(task, completions, EXAMPLES)
     assert [verdict.terms.get("share") for verdict in found[1:3]] == [1 / 7 + 2 / 3, 2 / 7 + 3 / 3]
@@ -182,8 +195,9 @@ def test_a_wave_is_verified_while_the_next_is_sampled(started, trace):
         rewards.append(data.collect(rows[1:4], policy, step=0))
         if isinstance(sampler, Waves):
             assert os.getpid() not in verified_by(trace, "bb") | verified_by(trace, "cc")
-        data.teardown("fit")
+        data.on_exception(KeyboardInterrupt())
     assert len(started) == 1
+    assert all(not is_running(pid) for pid in pids(started[0]))
     for name in ("reward", "step_reward", "step_index", "answer_span"):
         assert torch.equal(getattr(rewards[0], name), getattr(rewards[1], name))
 
@@ -196,6 +210,8 @@ run = Verification()
 task = Slow(sys.argv[1], seconds=0.2)
 examples = [{"prompt": "p", "answer": "1"}] * 5
 run.verdicts(task, list("abcde"), examples)
+while not run._workers.ready():
+    time.sleep(0.05)
 run.ahead(task, ["hangs", "also"], examples[:2])
 while not list(task.trace.glob("hangs.*")):
     time.sleep(0.05)
