@@ -82,7 +82,7 @@ class Verification:
         return next((recipe for known, recipe in self._recipes if known is task), None)
 
     def _hand_over(self, task: Task, seconds: float) -> None:
-        """Start workers, which are ready by the next batch, unless the task cannot be handed over."""
+        """Start workers, unless the task cannot be handed over."""
         kind = type(task)
         if self._failed or not task.verify_is_pure or kind.__module__ == "__main__" or not hasattr(os, "killpg"):
             return
