@@ -15,10 +15,11 @@ from .batch import RolloutBatch
 from .budget import BudgetCounter
 from .configurable import Configurable
 from .errors import RunError, UsageError
-from .rewards import Reward, TaskVerdict, check_rewards, combine, verify_all
+from .rewards import Reward, TaskVerdict, check_rewards, combine
 from .sampler import Limits, PolicyLike, Purpose, Sampler, Samples
 from .schemes import Direct, RolloutRequest, RolloutScheme
 from .tasks.base import Split, Task, Verdict
+from .verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
         self.budget = BudgetCounter()
         self.reward_failures: dict[str, int] = {}
         self.skipped_prompts = 0
+        self._verification = Verification()
         self._train: list[dict[str, Any]] = []
         self._validation: list[list[dict[str, Any]]] = []
         self._order: PromptBatches | None = None
@@ -262,8 +264,11 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
         def verify(examples: Sequence[dict[str, Any]], prefixes: Sequence[Sequence[int]], samples: Samples):
             return self._verified(examples, prefixes, samples, policy)
 
+        def verify_ahead(examples: Sequence[dict[str, Any]], samples: Samples) -> None:
+            self._verification.ahead(self.task, self._texts(samples, policy), _repeated(examples, samples))
+
         rollouts = self.scheme.collect(
-            RolloutRequest(examples, tokens, self.group_size, step, purpose, policy, self.sampler, verify)
+            RolloutRequest(examples, tokens, self.group_size, step, purpose, policy, self.sampler, verify, verify_ahead)
         )
         if not rollouts.reward_valid.any():
             reasons = "; ".join(f"{reason} ({count})" for reason, count in self.reward_failures.items())
@@ -280,10 +285,9 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
         samples: Samples,
         policy: PolicyLike,
     ) -> RolloutBatch:
-        members = len(samples.ids) // len(examples)
-        rows = [example for example in examples for _ in range(members)]
+        rows = _repeated(examples, samples)
         texts = self._texts(samples, policy)
-        verdicts = verify_all(self.task, texts, rows)
+        verdicts = self._verification.verdicts(self.task, texts, rows)
         hidden = ("prompt_tokens", "prompt")
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in hidden}
         rewards = combine(self.rewards, [row["prompt"] for row in rows], texts, verdicts, columns)
@@ -320,14 +324,20 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
             step=0,
         )
         texts = self._texts(samples, policy)
-        rows = [example for example in examples for _ in range(options.samples)]
-        verdicts = verify_all(list(self.validation_tasks.values())[dataset], texts, rows)
+        rows = _repeated(examples, samples)
+        verdicts = self._verification.verdicts(list(self.validation_tasks.values())[dataset], texts, rows)
         cut = range(0, len(rows), options.samples)
         return [texts[i : i + options.samples] for i in cut], [verdicts[i : i + options.samples] for i in cut]
 
     @staticmethod
     def _texts(samples: Samples, policy: PolicyLike) -> list[str]:
         return [policy.decode(ids[mask].tolist()) for ids, mask in zip(samples.ids, samples.mask, strict=True)]
+
+    def teardown(self, stage: str) -> None:
+        self._verification.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._verification.close()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -340,3 +350,9 @@ class RolloutDataModule(Configurable, L.LightningDataModule):
         if self._order is not None:
             self._order.position = self._restored_position
         self.budget.load_state_dict(state_dict["budget"])
+
+
+def _repeated(examples: Sequence[dict[str, Any]], samples: Samples) -> list[dict[str, Any]]:
+    """The example of each of N completions."""
+    members = len(samples.ids) // len(examples)
+    return [example for example in examples for _ in range(members)]

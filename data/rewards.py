@@ -5,7 +5,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -167,21 +167,42 @@ def combine(
     )
 
 
-def verify_all(task: Task, completions: Sequence[str], examples: Sequence[dict[str, Any]]) -> list[Verdict]:
+@dataclass(frozen=True)
+class Raised:
+    """What a verifier raised instead of giving a verdict: the error's class, and all of it."""
+
+    kind: str
+    error: str
+
+
+def judge(task: Task, completion: str, example: dict[str, Any]) -> Verdict | Raised:
+    """The task's verdict on one completion. UsageError and RunError pass through."""
+    try:
+        return task.verify(completion, example)
+    except (UsageError, RunError):
+        raise
+    except Exception as error:
+        return Raised(type(error).__name__, repr(error))
+
+
+def verify_all(
+    task: Task,
+    completions: Sequence[str],
+    examples: Sequence[dict[str, Any]],
+    judge: Callable[[Task, str, dict[str, Any]], Verdict | Raised] = judge,
+) -> list[Verdict]:
     """The task's verdict on every completion. A verifier that raises gives `Verdict(missing=…)` for that completion;
     each kind of error is logged once a task. UsageError and RunError pass through."""
     verdicts = []
     for completion, example in zip(completions, examples, strict=True):
-        try:
-            verdicts.append(task.verify(completion, example))
-        except (UsageError, RunError):
-            raise
-        except Exception as error:
-            reason = f"verifier raised {type(error).__name__}"
+        found = judge(task, completion, example)
+        if isinstance(found, Raised):
+            reason = f"verifier raised {found.kind}"
             _warn_once(
-                task, reason, f"the verifier of {type(task).__name__} failed ({error!r}): its verdict is missing"
+                task, reason, f"the verifier of {type(task).__name__} failed ({found.error}): its verdict is missing"
             )
-            verdicts.append(Verdict(missing=reason))
+            found = Verdict(missing=reason)
+        verdicts.append(found)
     return verdicts
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -51,6 +51,10 @@ class Samples:
     sum_sq_probs: Tensor  # (N, T) float32
 
 
+Finished = Callable[[Sequence[int], Samples], None]
+"""Is told which prefixes are finished, by their place in the call, and all of their completions."""
+
+
 class Sampler(Configurable, ABC):
     """A sampling engine. It counts the budget itself, so nothing escapes.
 
@@ -72,6 +76,7 @@ class Sampler(Configurable, ABC):
         prompt_ids: Sequence[int],
         step: int,
         attempt: int = 0,
+        finished: Finished | None = None,
     ) -> Samples:
         """Sample `members` completions of each prefix (token ids).
 
@@ -79,6 +84,8 @@ class Sampler(Configurable, ABC):
             prompt_ids: the stable number of each prefix's prompt; part of the seed.
             step: the rollout batch's number; part of the seed.
             attempt: which try of the same prompt at the same step this is; part of the seed.
+            finished: called by an engine that samples in waves of whole prompts after each of them, so that something
+                can be done with these while the next is sampled. Other engines never call it.
         """
         seeds = [
             seed_of(self.run_seed, step, prompt_id, purpose, attempt, member)
@@ -86,17 +93,23 @@ class Sampler(Configurable, ABC):
             for member in range(members)
         ]
         with policy.inference():
-            samples = self.generate(policy, prefixes, members, limits, seeds)
+            samples = self.generate(policy, prefixes, members, limits, seeds, finished)
         if purpose != "validation":
             self.budget.add(len(prefixes), len(prefixes) * members, int(samples.mask.sum()))
         return samples
 
     @abstractmethod
     def generate(
-        self, policy: Any, prefixes: Sequence[Sequence[int]], members: int, limits: Limits, seeds: Sequence[int]
+        self,
+        policy: Any,
+        prefixes: Sequence[Sequence[int]],
+        members: int,
+        limits: Limits,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> Samples:
         """The engine: one seed a completion, in the order of `Samples`. A completion depends on its own prefix,
-        the weights and its seed only, never on what else is in the call."""
+        the weights and its seed only, never on what else is in the call. See `sample` for `finished`."""
 
 
 def seed_of(run: int, step: int, prompt_id: int, purpose: str, attempt: int, member: int) -> int:

@@ -21,6 +21,8 @@ class RolloutRequest:
     step: the rollout batch's number, part of every seed.
     purpose: "rollout" while training (counts into the budget), "validation" for predictions.
     verify: turns completions of (examples, prefixes) into a RolloutBatch with rewards, steps and answer spans.
+    verify_ahead: may be told of completions of some examples before `verify` is asked for them and others, so that
+        slow verification begins while more is sampled. Changes no result.
     """
 
     examples: list[dict[str, Any]]
@@ -31,6 +33,7 @@ class RolloutRequest:
     policy: PolicyLike
     sampler: Sampler
     verify: Verify
+    verify_ahead: Callable[[Sequence[dict[str, Any]], Samples], None]
 
 
 class RolloutScheme(Configurable, ABC):

@@ -34,9 +34,18 @@ class Task(Configurable, ABC):
     """A source of prompts with a verifier.
 
     `judges_steps`: whether `verify` fills `steps` and `step_rewards`.
+    `verify_is_pure`: whether the verdict depends on nothing but the completion, the example and the arguments of the
+    constructor, so that it may be asked of an equal task in another process. A class that overrides `verify` says so
+    anew.
     """
 
     judges_steps: ClassVar[bool] = False
+    verify_is_pure: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "verify" in cls.__dict__ and "verify_is_pure" not in cls.__dict__:
+            cls.verify_is_pure = False
 
     @abstractmethod
     def prompts(self, split: Split) -> Dataset:

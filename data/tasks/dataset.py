@@ -57,6 +57,8 @@ class DatasetTask(Task):
         seed: which rows are held out, and which are within the limit.
     """
 
+    verify_is_pure = True
+
     def __init__(
         self,
         path: str | list[str],

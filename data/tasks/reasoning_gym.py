@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import numbers
 import os
 import random
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from .base import Split, Task, Verdict
 log = logging.getLogger(__name__)
 
 RIGHT = 1 - 1e-6  # scorers give exactly 1 for a right answer, and fractions for partly right or merely present ones
+
+MOST_FAILURES = 100  # rows; when as many fail at the beginning, all would
 
 # Their rows depend on the order of Python sets, so on PYTHONHASHSEED (found by running all data sets of 0.1.25 under
 # several values).
@@ -42,6 +45,7 @@ class ReasoningGym(Task):
     Questions are drawn in order, at most ten times as many as wanted. The first different ones are for validation; the
     rest, without those that are in the validation split, are to train on. Questions to train on may come twice, as the
     data set makes them: without repeats its rarer kinds (short sums, say, of which there are few) would be used up.
+    Questions that the data set fails to make, or that cannot be stored, are left out, which is logged.
 
     Args:
         name: the data set, say chain_sum, gsm_symbolic or countdown.
@@ -56,6 +60,8 @@ class ReasoningGym(Task):
         extract: how the answer is read from a completion: last_number, answer_tags, hashes, boxed or text.
         strict_extract: a second, stricter way to read it, judged too and logged as "accuracy_strict".
     """
+
+    verify_is_pure = True
 
     def __init__(
         self,
@@ -130,21 +136,35 @@ class ReasoningGym(Task):
         most = 10 * wanted + 100
         validation: dict[str, dict[str, Any]] = {}
         train: list[dict[str, Any]] = []
+        failures: list[str] = []
+        drawn = 0
         with _own_random_numbers(self._dataset_seed):
             dataset = self._dataset(most)
-            for index in range(most):
+            while drawn < most and len(train) < self.train_prompts:
+                drawn += 1
                 try:
-                    entry = dataset[index]
+                    row = self._row(dataset[drawn - 1])
                 except Exception as error:
-                    raise RunError(
-                        f"reasoning-gym's '{self.name}' failed on row {index} ({one_line(error)}): change its options"
-                    ) from error
+                    failures.append(f"row {drawn - 1}: {one_line(repr(error))}")
+                    if len(failures) == drawn == MOST_FAILURES:
+                        break
+                    continue
                 if len(validation) < self.validation_prompts:
-                    validation.setdefault(entry["question"], self._row(entry))
-                elif entry["question"] not in validation:
-                    train.append(self._row(entry))
-                if len(train) == self.train_prompts:
-                    break
+                    validation.setdefault(row["question"], row)
+                elif row["question"] not in validation:
+                    train.append(row)
+        if len(failures) == drawn:
+            raise RunError(
+                f"reasoning-gym's '{self.name}' failed on each of {drawn} rows ({failures[0]}): change its options"
+            )
+        if failures:
+            log.warning(
+                "%d of %d rows of reasoning-gym's '%s' could not be made or stored and are left out (the first, %s)",
+                len(failures),
+                drawn,
+                self.name,
+                failures[0],
+            )
         if len(train) < self.train_prompts:
             raise UsageError(
                 f"reasoning-gym's '{self.name}' gave {len(validation)} different questions to validate on and "
@@ -156,12 +176,16 @@ class ReasoningGym(Task):
         return chosen
 
     def _row(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Raises whatever comes if the entry cannot be stored."""
         question = entry["question"]
+        if not isinstance(entry["answer"], str | None):
+            raise TypeError(f"its answer is a {type(entry['answer']).__name__}, not text")
+        f"{question}{entry['answer']}".encode()  # half a character cannot be stored
         text = self.question_format.replace("{question}", question) if self.question_format else question
         prompt: Any = text
         if self.system_prompt is not None:
             prompt = [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": text}]
-        metadata = json.dumps(_pack(entry["metadata"]), default=_no_numpy)
+        metadata = json.dumps(_pack(entry["metadata"]), default=_plain)
         return {"prompt": prompt, "question": question, "answer": entry["answer"], "metadata": metadata}
 
     @property
@@ -248,7 +272,9 @@ def _unpack(value: Any) -> Any:
     return value
 
 
-def _no_numpy(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    if isinstance(value, numbers.Integral):  # sympy's too
+        return int(value)
     if isinstance(value, numpy.generic | numpy.ndarray):
         return value.tolist()
     raise TypeError(f"reasoning-gym's metadata holds a {type(value).__name__}, which JSON cannot hold")

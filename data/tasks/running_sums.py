@@ -37,6 +37,7 @@ class RunningSums(Task):
     """
 
     judges_steps = True
+    verify_is_pure = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from ...data.errors import UsageError
-from ...data.sampler import Limits, Sampler, Samples, uniforms
+from ...data.sampler import Finished, Limits, Sampler, Samples, uniforms
 from .drawing import draw
 
 
@@ -31,7 +31,13 @@ class GenerateSampler(Sampler):
         self.rows_per_call = rows_per_call
 
     def generate(
-        self, policy: Any, prefixes: Sequence[Sequence[int]], members: int, limits: Limits, seeds: Sequence[int]
+        self,
+        policy: Any,
+        prefixes: Sequence[Sequence[int]],
+        members: int,
+        limits: Limits,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> Samples:
         """See `Sampler.generate`. Prefixes of similar length share a call. A temperature of 0 takes the most probable
         token; log-probabilities, entropies and sums of squares are then those of temperature 1.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...data.errors import UsageError
-from ...data.sampler import Limits, Sampler, Samples, uniforms
+from ...data.sampler import Finished, Limits, Sampler, Samples, uniforms
 from ..continuation import Continuation
 from ..memory import total_memory
 from ..shared_prompts import Step, decoder, prefill
@@ -43,7 +43,13 @@ class SharedPrefixSampler(Sampler):
         self._fallback = GenerateSampler()
 
     def generate(
-        self, policy: Any, prefixes: Sequence[Sequence[int]], members: int, limits: Limits, seeds: Sequence[int]
+        self,
+        policy: Any,
+        prefixes: Sequence[Sequence[int]],
+        members: int,
+        limits: Limits,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> Samples:
         """See `Sampler.generate`. A temperature of 0 takes the most probable token; log-probabilities, entropies and
         sums of squares are then those of temperature 1.
@@ -74,6 +80,8 @@ class SharedPrefixSampler(Sampler):
                 rows,
                 samples,
             )
+            if finished is not None:
+                finished(wave, Samples(*(getattr(samples, field.name)[rows] for field in fields(Samples))))
         width = int(samples.mask.sum(1).max())
         return Samples(
             samples.ids[:, :width],

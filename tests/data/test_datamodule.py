@@ -46,7 +46,7 @@ class OneCharacter:
 class Repeat(Sampler):
     """Member m writes the prompt's first letter m times, then the end token."""
 
-    def generate(self, policy, prefixes, members, limits, seeds):
+    def generate(self, policy, prefixes, members, limits, seeds, finished=None):
         rows = [[prefix[0]] * m + [0] for prefix in prefixes for m in range(members)]
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])

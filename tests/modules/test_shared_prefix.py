@@ -56,6 +56,22 @@ def test_both_engines_draw_the_same_completions(tmp_path, kind, dtype):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10 if dtype == "float64" else 1e-4)
 
 
+def test_each_wave_is_told_when_it_is_finished(tmp_path):
+    policy = tiny_policy("llama", tmp_path, "float32")
+    told = []
+
+    def finished(prompts, samples):
+        told.append((list(prompts), samples))
+
+    samples = SharedPrefixSampler(rows_per_wave=4).sample(
+        policy, PREFIXES, 2, "rollout", Limits(5), prompt_ids=range(3), step=0, finished=finished
+    )
+    assert [prompts for prompts, _ in told] == [[2, 1], [0]]  # from the shortest prompt to the longest
+    for prompts, wave in told:
+        rows = [2 * prompt + member for prompt in prompts for member in range(2)]
+        assert completions(wave) == [completions(samples)[row] for row in rows]
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_greedy_tokens_are_generates_on_many_prompts(tmp_path, kind):
     policy = tiny_policy(kind, tmp_path, "float32")

@@ -1,12 +1,13 @@
 import json
 import random
+import re
 import time
 from fractions import Fraction
 
 import numpy
 import pytest
 
-from apportion.data import ReasoningGym, UsageError
+from apportion.data import ReasoningGym, RunError, UsageError
 from apportion.data.tasks import reasoning_gym as module
 
 SUMS = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
@@ -146,8 +147,79 @@ def test_a_scorer_that_hangs_is_stopped(monkeypatch):
 def test_metadata_survives_json_exactly():
     """Scorers compare tuples; JSON has only lists."""
     value = {"a": (1, [2, (3,)]), "b": {1: "x", (0, 1): None}, "c": numpy.int64(4), "d": {}, "e": Fraction(1, 3)}
-    packed = json.loads(json.dumps(module._pack(value), default=module._no_numpy))
+    packed = json.loads(json.dumps(module._pack(value), default=module._plain))
     assert module._unpack(packed) == {**value, "c": 4}
+
+
+def test_other_integers_are_stored_as_plain_ones():
+    from sympy import Integer
+
+    large = 3**90
+    packed = json.dumps(module._pack({"a": (Integer(large), Integer(-2)), "b": 2**70}), default=module._plain)
+    found = module._unpack(json.loads(packed))
+    assert found == {"a": (large, -2), "b": 2**70}
+    assert all(type(number) is int for number in found["a"])
+
+
+@pytest.fixture
+def chain_sum_with(monkeypatch):
+    """Sums whose row i is changed by `change(i, entry)`."""
+    from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
+
+    original = ChainSumDataset.__getitem__
+
+    def changed_by(change) -> ReasoningGym:
+        def changed(self, index):
+            entry = original(self, index)
+            change(index, entry)
+            return entry
+
+        monkeypatch.setattr(ChainSumDataset, "__getitem__", changed)
+        return chain_sum()
+
+    return changed_by
+
+
+def test_rows_that_cannot_be_made_or_stored_are_left_out_with_one_warning(chain_sum_with, caplog):
+    def change(index, entry):
+        if index % 10 == 3:
+            raise ZeroDivisionError(f"in row {index}")
+        if index % 10 == 5:
+            entry["metadata"]["odd"] = object()
+        if index % 10 == 6:
+            entry["metadata"]["odd"] = 10**5000
+        if index % 10 == 7:
+            entry["answer"] = 2**70
+        if index % 10 == 8:
+            entry["question"] += chr(0xD800)  # half a character
+
+    task = chain_sum_with(change)
+    train, validation = task.prompts("train"), task.prompts("validation")
+    assert (len(train), len(validation)) == (60, 20)
+    assert len(caplog.records) == 1
+    message = caplog.records[0].getMessage()
+    left_out, drawn = map(int, re.findall("[0-9]+", message)[:2])
+    assert abs(left_out - drawn / 2) <= 3
+    assert "'chain_sum' could not be made or stored and are left out (the first, row 3: Zero" in message
+
+
+def test_too_few_rows_are_left(chain_sum_with, caplog):
+    def change(index, entry):
+        if index >= 30:
+            raise ValueError("no more")
+
+    with pytest.raises(UsageError, match=r"20 different .* and \d+ others .* in 900 draws"):
+        chain_sum_with(change).prompts("train")
+    assert "870 of 900 rows" in caplog.text
+
+
+def test_an_error_if_every_row_fails(chain_sum_with, caplog):
+    def change(index, entry):
+        raise ValueError("never")
+
+    with pytest.raises(RunError, match=r"failed on each of 100 rows \(row 0: ValueError\('never'\)\)"):
+        chain_sum_with(change).prompts("train")
+    assert not caplog.records
 
 
 def test_rearc_scores_its_own_answer():
