@@ -42,9 +42,8 @@ def steps(found: Results) -> str:
     rows = []
     for precision, systems in found["phases"].items():
         for name, row in systems.items():
-            sample = row.get("sample", row.get("rollout"))
-            update = row.get("rest", row.get("update"))
-            rows.append([precision, name, row["step"], sample, update, row["peak_gb"], row["tokens_per_second"]])
+            phases = [row[phase] for phase in ("step", "rollout", "update")]
+            rows.append([precision, name, *phases, row["peak_gb"], row["tokens_per_second"]])
     head = ["precision", "system", "step, s", "sample, s", "score and update, s", "peak, GiB", "tokens/s"]
     return table(head, rows)
 
@@ -91,11 +90,16 @@ TABLES: dict[str, Callable[[Results], str]] = {
 def fill(page: str, found: Results) -> str:
     """The page with every table between `<!-- NAME -->` and `<!-- end -->` made anew."""
     for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        if not pattern.search(page):
-            raise ValueError(f"the page has no place for the table '{name}'")
-        page = pattern.sub(lambda m, make=make: f"{m[1]}{make(found)}\n{m[2]}", page)
+        page = filled(page, name, make(found))
     return page
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """The page with another text between `<!-- NAME -->` and `<!-- end -->`."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not pattern.search(page):
+        raise ValueError(f"the page has no place for the table '{name}'")
+    return pattern.sub(lambda m: f"{m[1]}{text}\n{m[2]}", page)
 
 
 def write_tables(found: Results, path: Path) -> None:
@@ -116,7 +120,7 @@ def write_figure(found: Results, path: Path) -> None:
             heights = [y + shift for y in range(len(names))]
             shade = 1.0 - 0.45 * place
             if column == 0:
-                sample = [row.get("sample", row.get("rollout", 0.0)) for row in rows]
+                sample = [row["rollout"] for row in rows]
                 whole = [row["step"] for row in rows]
                 axes.barh(heights, sample, 0.36, color="#2a6f97", alpha=shade, label=f"sample, {precision}")
                 rest = [b - a for a, b in zip(sample, whole, strict=True)]

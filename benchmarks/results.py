@@ -29,10 +29,10 @@ def fastest(answers: Answers, section: str) -> str:
     return min(names, key=lambda name: seconds(answers, name, "step"))
 
 
-def settings_of(name: str) -> dict[str, Any]:
-    """TRL's options from the name of a case of the sweep, "sweep/fp32/trl/batch 4, checkpointing"."""
-    batch, _, checkpointing = name.rsplit("/", 1)[1].removeprefix("batch ").partition(", ")
-    return {"batch": int(batch), "gradient_checkpointing": bool(checkpointing)}
+def tuned_settings(answers: Answers, plan: Plan, precision: str) -> dict[str, Any]:
+    """TRL's options in the fastest case of the sweep."""
+    best = fastest(answers, f"sweep/{precision}/")
+    return next(case.job.options for case in plan.sweep() if case.name == best)
 
 
 def share_of_machine(answers: Answers, precision: str, group_size: int) -> dict[str, float]:
@@ -79,11 +79,11 @@ def phases(answers: Answers) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def sweep_rows(answers: Answers) -> list[dict[str, Any]]:
+def sweep_rows(answers: Answers, plan: Plan) -> list[dict[str, Any]]:
     rows = []
-    for name in (n for n in answers if n.startswith("sweep/")):
-        row = {"precision": name.split("/")[1], **settings_of(name)}
-        rows.append(row | {"seconds": seconds(answers, name, "step"), "peak_gb": peak(answers, name)})
+    for case in (case for case in plan.sweep() if case.name in answers):
+        row = {"precision": case.job.precision, **case.job.options}
+        rows.append(row | {"seconds": seconds(answers, case.name, "step"), "peak_gb": peak(answers, case.name)})
     return rows
 
 
@@ -135,7 +135,7 @@ def results(answers: Answers, plan: Plan, tuned: dict[str, Any], command: str, c
         "share_of_machine": {p: share_of_machine(answers, p, plan.scale.group_size) for p in PRECISIONS},
         "samplers": samplers,
         "phases": phases(answers),
-        "sweep": sweep_rows(answers),
+        "sweep": sweep_rows(answers, plan),
         "growth": growth_rows(answers),
         "command": command,
         "versions": {"apportion": commit, "python": platform.python_version(), **own, **peers},

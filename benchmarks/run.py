@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import peers
 from benchmarks.plan import PRECISIONS, QUICK, Case, Plan, Scale
 from benchmarks.report import write_figure, write_tables
-from benchmarks.results import fastest, results, settings_of
+from benchmarks.results import results, tuned_settings
 from benchmarks.work import prepare, run
 
 RESULTS = Path("benchmarks/results.json")
@@ -94,7 +94,7 @@ def main() -> None:
     measurements.measure(plan.machine())
     measurements.measure(plan.samplers(vllm))
     measurements.measure(plan.sweep())
-    tuned = {p: settings_of(fastest(measurements.answers(), f"sweep/{p}/")) for p in PRECISIONS}
+    tuned = {p: tuned_settings(measurements.answers(), plan, p) for p in PRECISIONS}
     measurements.measure(plan.steps(tuned))
     if "growth" not in options.without:
         measurements.measure(plan.growth())

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import SiLUActivation
 
 from .attention import Layer, Pattern
 from .sharding import own_class
-from .split_model import multiplied_in
+from .split_model import exact_backward, multiplied_in
 
 # Pre-norm layers: rotary positions, grouped-query attention, a gated feed-forward part, plain residual sums.
 KNOWN_LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -107,7 +106,7 @@ class _Normed(torch.autograd.Function):
         return _normed(hidden, size, scale)
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         hidden, scale, size = ctx.saved_tensors
         return *_through_norm(above, hidden, size, scale), None
@@ -131,7 +130,7 @@ class _NormedLinears(torch.autograd.Function):
         return tuple(_linear(inputs, *pair) for pair in _pairs(weights))
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         hidden, scale, size, *weights = ctx.saved_tensors
         inputs = _normed(hidden, size, scale).to(ctx.dtype)
@@ -154,7 +153,7 @@ class _Onto(torch.autograd.Function):
         return hidden + _linear(inputs.to(dtype), weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, bias = ctx.saved_tensors
         gradient = above.to(inputs.dtype)
@@ -175,7 +174,7 @@ class _GatedOnto(torch.autograd.Function):
         return hidden + _linear(F.silu(gated).mul_(upped), down)
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         hidden, scale, size, gated, upped, gate, up, down = ctx.saved_tensors
         inputs = _normed(hidden, size, scale).to(gated.dtype)
@@ -208,7 +207,7 @@ class _Rotated(torch.autograd.Function):
         return _rotated(heads, cos, signed_sin)
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         cos, signed_sin = ctx.saved_tensors
         return _rotated(above, cos, -signed_sin), None, None

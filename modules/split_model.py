@@ -1,8 +1,9 @@
 """Hidden states and logits of a transformers model as two steps, and the check that they are the model's own."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -104,6 +105,17 @@ def multiplied_in(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
+def exact_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that autocast, which may still be on, leaves alone."""
+
+    @wraps(backward)
+    def exact(ctx: Any, *above: Tensor) -> Any:
+        with torch.autocast(above[0].device.type, enabled=False):
+            return backward(ctx, *above)
+
+    return once_differentiable(exact)
+
+
 class _UnroundedLinear(torch.autograd.Function):
     """Products of 16-bit numbers, added up and kept in fp32.
 
@@ -119,7 +131,7 @@ class _UnroundedLinear(torch.autograd.Function):
             return hidden @ weight.T
 
     @staticmethod
-    @once_differentiable
+    @exact_backward
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         with _fast_products(ctx.dtype):

@@ -77,7 +77,7 @@ def main() -> None:
         trainer.train()
     sampled, whole = generation[work.warm_up :], steps.seconds[work.warm_up :]
     answer(
-        seconds={"step": whole, "sample": sampled, "rest": [a - b for a, b in zip(whole, sampled, strict=True)]},
+        seconds={"step": whole, "rollout": sampled, "update": [a - b for a, b in zip(whole, sampled, strict=True)]},
         tokens=tokens[-1],
         versions={"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
     )

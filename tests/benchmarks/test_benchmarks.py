@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.plan import QUICK, Case, Plan, Scale
 from benchmarks.report import TABLES, fill, table
-from benchmarks.results import fastest, peak, results, seconds, settings_of
+from benchmarks.results import fastest, peak, results, seconds, tuned_settings
 from benchmarks.run import Measurements
 from benchmarks.work import Job
 
@@ -40,8 +40,7 @@ def answers_of(plan: Plan) -> dict[str, list[dict]]:
     for number, case in enumerate(cases):
         size = {"prompts": 4, "group_size": 8, "tokens": 2048, "prompt_tokens": 512}
         weights = {"parameters": 10, "layer_parameters": 6, "head_parameters": 4}
-        phases = ("step", "sample", "rest") if case.system == "trl_step" else ("step", "rollout", "update", "sample")
-        took = {phase: [float(number + 1), float(number + 3)] for phase in phases}
+        took = {phase: [number + 1.0, number + 3.0] for phase in ("step", "rollout", "update", "sample")}
         found[case.name] = [{"seconds": took, "peak_gb": float(number), **size, **weights}] * case.rounds
     return found
 
@@ -49,7 +48,7 @@ def answers_of(plan: Plan) -> dict[str, list[dict]]:
 def test_ratios_say_how_often_ours_fits_into_theirs():
     plan = Plan("m", ["p"] * 16, Scale())
     answers = answers_of(plan)
-    tuned = {p: settings_of(fastest(answers, f"sweep/{p}/")) for p in ("fp32", "bf16")}
+    tuned = {p: tuned_settings(answers, plan, p) for p in ("fp32", "bf16")}
     found = results(answers, plan, tuned, "make bench", "abc")
     assert found.keys() >= KEYS
     ours, theirs = "step/fp32/apportion", "step/fp32/trl tuned"
@@ -70,7 +69,7 @@ def test_the_fastest_setting_is_found_by_its_name():
     plan = Plan("m", ["p"] * 16, QUICK)
     names = [case.name for case in plan.sweep()]
     answers = {name: [{"seconds": {"step": [9.0 - i]}}] for i, name in enumerate(names[:2])}
-    assert settings_of(fastest(answers, "sweep/fp32/")) == {"batch": 8, "gradient_checkpointing": True}
+    assert tuned_settings(answers, plan, "fp32") == {"batch": 8, "gradient_checkpointing": True}
     with pytest.raises(SystemExit, match="failed"):
         fastest({}, "sweep/fp32/")
 

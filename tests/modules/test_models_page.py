@@ -8,7 +8,7 @@ from apportion.modules.shared_prompts import why_not_shared
 from tests.modules.tiny_models import CANNOT_SHARE, CONFIGS, ONLY_EAGER, tiny_policy
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-HEAD = ["| architecture | attention | shared prompts | lean decoder | why not |", "| --- | --- | --- | --- | --- |"]
+HEAD = ["| architecture | attention | shared prompts | lean layers | why not |", "| --- | --- | --- | --- | --- |"]
 
 
 def row(kind: str, folder: Path, caplog) -> str:

@@ -17,6 +17,7 @@ from apportion.modules.policy import Policy
 from apportion.modules.samplers import GenerateSampler
 from apportion.modules.warm_start import WarmStart, collate, encode
 from apportion.modules.warm_start_cache import WarmStartCache
+from tests.modules.tiny_models import exact_norms
 
 FAST = {"demonstrations": 40, "steps": 12, "batch_size": 8, "peak_learning_rate": 1e-2}
 
@@ -59,6 +60,7 @@ def weights(policy):
 def test_loss_is_the_mean_over_the_completions_tokens():
     """Whatever the policy's temperature; the prompt is no part of it, the end token is."""
     policy = tiny(dtype="float64", temperature=0.5)
+    exact_norms(policy.model)
     module = WarmStart(policy)
     rows = [
         (policy.encode_prompt(p), [*policy.encode_text(c), 1]) for p, c in (("12=", "3"), ("4+5+6=", "4+5=9;9+6=5;"))

@@ -85,7 +85,11 @@ def save(config: PreTrainedConfig, folder: Path) -> str:
 
 def tiny_policy(kind: str, folder: Path, dtype: str = "float64", **options) -> Policy:
     options = {"attention": "eager"} | options if kind in ONLY_EAGER else options
-    return Policy(save((CONFIGS | CANNOT_SHARE)[kind](), folder), dtype=dtype, max_completion_tokens=12, **options)
+    place = save((CONFIGS | CANNOT_SHARE)[kind](), folder)
+    policy = Policy(place, dtype=dtype, max_completion_tokens=12, **options)
+    if dtype == "float64":
+        exact_norms(policy.model)
+    return policy
 
 
 def batch_of(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt_of, pad=0) -> RolloutBatch:
