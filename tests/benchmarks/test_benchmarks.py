@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan import QUICK, Case, Plan, Scale
-from benchmarks.report import TABLES, fill, table
+from benchmarks.report import TABLES, fill, filled, table
 from benchmarks.results import fastest, peak, results, seconds, tuned_settings
 from benchmarks.run import Measurements
 from benchmarks.work import Job
@@ -103,7 +103,7 @@ def test_tables_align_numbers_and_fill_their_places():
         "| y | 120 |",
     ]
     with pytest.raises(ValueError, match="no place for the table"):
-        fill("nothing", {})
+        filled("nothing", "steps", "text")
 
 
 def test_the_page_shows_the_published_results():

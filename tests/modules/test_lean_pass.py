@@ -18,8 +18,8 @@ COMPLETIONS = [[1, 2, 3, 4], [9], [30, 31, 32, 33, 34, 35, 36], [40, 41], [50, 5
 PROMPT_OF = [0, 2, 1, 0, 2, 0]  # not in order
 
 
-def trained(policy, lean, batch, frozen=()):
-    """Log-probabilities and gradients by name."""
+def trained(policy, lean, batch, frozen=()) -> tuple[torch.Tensor, dict]:
+    """Log-probabilities, and gradients by name."""
     policy.split.lean = lean
     policy.zero_grad()
     for name, parameter in policy.named_parameters():
