@@ -1,7 +1,8 @@
 """Where the time of a step goes: `python -m benchmarks.profile`, a few minutes. It fills the tables of docs/speed.md.
 
-Operators: shares of torch's operators in sampling and in the update, on the work of the benchmark. Overhead: how much
-of a step of the demo's small model is spent outside sampling, losses, backward passes and optimizer.
+Operators: shares of torch's operators in sampling and in the update, on the work of the benchmark. Gaps: between the
+log-probabilities of sampler and scorer, on the same work. Overhead: how much of a step of the demo's small model is
+spent outside sampling, losses, backward passes and optimizer.
 """
 
 import json
@@ -19,7 +20,10 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.profiler import profile
 
 from apportion.cli import main as apportion
-from apportion.modules import PolicyGradient, SharedPrefixSampler
+from apportion.data import Verdict
+from apportion.data.assemble import assemble
+from apportion.data.rewards import RewardResult
+from apportion.modules import Policy, PolicyGradient, SharedPrefixSampler
 from benchmarks.plan import PRECISIONS, Plan, Scale
 from benchmarks.report import filled, table
 from benchmarks.run import PAGE, WORK
@@ -119,13 +123,38 @@ def overhead() -> dict[str, float]:
     return {**shares, "everything else": 100 - sum(shares.values())}
 
 
+def gaps(precision: str) -> dict[str, float]:
+    """Mean and largest difference between what sampler and scorer say of a token, in nats."""
+    folder, prompts = prepare(WORK)
+    scale = Scale()
+    policy = Policy(folder, max_completion_tokens=scale.tokens)
+    prefixes = [policy.encode_prompt(prompt) for prompt in prompts[: scale.prompts]]
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"), policy.inference():
+        numbers, limits = list(range(scale.prompts)), policy.limits("rollout")
+        samples = SharedPrefixSampler().sample(
+            policy, prefixes, scale.group_size, "rollout", limits, prompt_ids=numbers, step=0
+        )
+        n = len(samples.ids)
+        rewards = RewardResult([0.0] * n, [True] * n, {}, {})
+        examples = [{"prompt_id": number} for number in numbers]
+        batch = assemble(samples, prefixes, prompts, examples, [""] * n, [Verdict()] * n, rewards, policy)
+        gap = (policy.score(batch).logp - samples.logp)[samples.mask].abs()
+    return {"mean": float(gap.mean()), "largest": float(gap.max())}
+
+
 def main() -> None:
     found = {(precision, phase): of for precision in PRECISIONS for phase, of in operators(precision).items()}
     rows = [[kind, *(f"{of[kind]:.0f}" for of in found.values())] for kind in [*KINDS, "the rest"]]
     shares = table(["% of the time", *(f"{phase}, {precision}" for precision, phase in found)], rows)
     around = table(["part of a step", "% of its time"], [[name, f"{share:.1f}"] for name, share in overhead().items()])
-    PAGE.write_text(filled(filled(PAGE.read_text(), "operators", shares), "overhead", around))
-    print(f"{shares}\n\n{around}\n\nwrote {PAGE}")
+    rows = [[precision, *(f"{gap:.1e}" for gap in gaps(precision).values())] for precision in PRECISIONS]
+    apart = table(["precision", "mean gap, nats", "largest gap, nats"], rows)
+    page = PAGE.read_text()
+    for name, text in (("operators", shares), ("overhead", around), ("gaps", apart)):
+        page = filled(page, name, text)
+        print(f"{text}\n")
+    PAGE.write_text(page)
+    print(f"wrote {PAGE}")
 
 
 if __name__ == "__main__":
